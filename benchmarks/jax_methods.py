@@ -26,7 +26,7 @@ def _floor(mode: Mode) -> LossFn:
 def _jax_pallas(implementation: str) -> Callable[[Mode], LossFn]:
     def build(mode: Mode) -> LossFn:
         module = load("jax_pallas.linear_ce")
-        if implementation not in module.IMPLEMENTATIONS:
+        if implementation not in load("jax_pallas.arguments").IMPLEMENTATIONS:
             raise UnavailableError(f"jax_pallas has no implementation {implementation!r} yet")
 
         objective = mode.objective
@@ -41,7 +41,7 @@ def _jax_pallas(implementation: str) -> Callable[[Mode], LossFn]:
             if objective.name == "token-loss":
                 return module.linear_token_loss(x, w, y, token_loss, *per_token, **options)
             if objective.name == "log-probs":
-                return module.linear_log_probs(x, w, y, **options).log_prob
+                return module.linear_log_probs(x, w, y, saved_budget=mode.saved_budget, **options).log_prob
             smoothing = objective.label_smoothing
             return module.linear_cross_entropy(x, w, y, reduction=mode.reduction, label_smoothing=smoothing, **options)
 

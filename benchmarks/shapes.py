@@ -60,6 +60,7 @@ class Mode:
         d_input: computes the gradient of the input.
         d_weight: computes the gradient of the weight. Without both, only the forward pass runs.
         memory_budget: bytes, for the methods that take one; only those are measured where it is given.
+        saved_budget: bytes that the methods that take it may keep for the backward pass.
         ignored: share of the targets that are ignore_index.
         measures: "pairs": time and the ratio to the floor. "graph": the same, both captured in CUDA graphs. "host": the
             host time of a call. "host-chunks": the host time of each further chunk. "host-compile": the host time
@@ -72,6 +73,7 @@ class Mode:
     d_input: bool = True
     d_weight: bool = True
     memory_budget: int | None = None
+    saved_budget: int = 0
     ignored: float = 0.0
     measures: Literal["pairs", "graph", "host", "host-chunks", "host-compile"] = "pairs"
 
@@ -126,11 +128,13 @@ MODES = {
 
 # The modes below are not of the whole plan: they are measured only where they are named.
 TEMPERATURE = 0.7  # of the log-probabilities
+ALL_ROWS = 2**40  # bytes: more than the rows of any shape
 OBJECTIVE_MODES = {
     mode.name: mode
     for mode in (
         Mode("token-loss", objective=Objective("token-loss", TEMPERATURE)),
         Mode("log-probs", reduction="none", objective=Objective("log-probs", TEMPERATURE)),
+        Mode("log-probs-saved", reduction="none", objective=Objective("log-probs", TEMPERATURE), saved_budget=ALL_ROWS),
         Mode("smoothing", objective=Objective(label_smoothing=0.1)),
     )
 }

@@ -46,7 +46,7 @@ def _floor(mode: Mode) -> LossFn:
 def _core_triton(implementation: str) -> Callable[[Mode], LossFn]:
     def build(mode: Mode) -> LossFn:
         import core_triton
-        from core_triton.linear_ce import IMPLEMENTATIONS
+        from core_triton.arguments import IMPLEMENTATIONS
 
         if implementation not in IMPLEMENTATIONS:
             raise UnavailableError(f"core_triton has no implementation {implementation!r} yet")
@@ -63,7 +63,7 @@ def _core_triton(implementation: str) -> Callable[[Mode], LossFn]:
             if objective.name == "token-loss":
                 return core_triton.linear_token_loss(x, w, y, token_loss, *per_token, **options)
             if objective.name == "log-probs":
-                return core_triton.linear_log_probs(x, w, y, **options).log_prob
+                return core_triton.linear_log_probs(x, w, y, saved_budget=mode.saved_budget, **options).log_prob
             smoothing = objective.label_smoothing
             return core_triton.linear_cross_entropy(
                 x, w, y, reduction=cast(Any, mode.reduction), label_smoothing=smoothing, **options

@@ -22,6 +22,8 @@ def workspace_model(
     d_input: bool,
     d_weight: bool,
     upcasts: bool,
+    grad_into: bool = False,
+    splits_head: bool = False,
 ) -> WorkspaceModel:
     """Counts what `chunked` allocates above inputs and gradients.
 
@@ -38,23 +40,27 @@ def workspace_model(
         d_input: d_input is computed.
         d_weight: d_weight is computed.
         upcasts: matmuls run on float32 copies (16-bit input on a device without float32-output matmuls).
+        grad_into: d_weight is added to a float32 tensor of the caller.
+        splits_head: the head is the sum of two matrices of the input's dtype.
     """
     half = itemsize == 2
     copy = 4 * upcasts  # float32 copy of an operand
+    parts = 1 + splits_head
     cast = itemsize * (weight_itemsize != itemsize)  # vocabulary chunk of the head in the input's dtype
-    per_row = hidden * (itemsize + copy) + 128  # rows with the ignored ones zeroed; statistics and coefficients
+    # Rows with the ignored ones zeroed, and again for each half of the head; statistics and coefficients.
+    per_row = hidden * (itemsize + copy) * (1 + 2 * splits_head) + 128
     if keeps_logits:
         per_row += 4 * classes
     if d_input:
-        per_row += 8 * hidden  # float32 sum and one vocabulary chunk's matmul
+        per_row += 8 * hidden * parts  # float32 sum and one vocabulary chunk's matmul
     if d_weight and float16:
         per_row += hidden * (4 + itemsize + copy)  # rows of x multiplied by powers of two
-    per_class = hidden * (cast + copy + (4 if d_weight else 0)) + 32
+    per_class = hidden * ((cast + copy) * parts + copy * splits_head + (4 if d_weight else 0)) + 32
     first_pass = 4 + 4 * entropy  # exponentials; shifted logits
     rounded = itemsize + copy if half else 0
     second_pass = 4 * softcap + 4 * entropy + rounded  # the cap's slope; a factor; d_logits in input's dtype
     per_logit = 4 * (not keeps_logits) + max(first_pass, second_pass)
-    needs_sum = d_weight and weight_itemsize < 4
+    needs_sum = d_weight and weight_itemsize < 4 and not grad_into
     return WorkspaceModel(
         fixed=64 * tokens + 8 * classes + 4096,
         per_row=per_row,
@@ -72,18 +78,23 @@ def choose_chunked(
     itemsize: int,
     weight_itemsize: int,
     gradients_in_forward: bool,
+    saves: bool = False,
     float16: bool,
     softcap: bool,
     entropy: bool,
     d_input: bool,
     d_weight: bool,
     upcasts: bool,
+    grad_into: bool = False,
+    splits_head: bool = False,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of a call.
 
     Args:
         gradients_in_forward: plan A: the gradients are computed with the loss, from kept logits if they fit.
+        saves: d_logits are saved for the backward pass. d_weight then has no time in common with the logits, so chunks
+            may have few rows.
         budget: bytes.
         tokens, ...: of `workspace_model`.
 
@@ -105,11 +116,14 @@ def choose_chunked(
             d_input=d_input,
             d_weight=d_weight,
             upcasts=upcasts,
+            grad_into=grad_into,
+            splits_head=splits_head,
         )
 
     recomputing = model(keeps_logits=False)
     if gradients_in_forward:
-        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=itemsize == 4)
+        few = itemsize == 4 or saves
+        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=few)
     return choose_chunks(recomputing, tokens, classes, budget)
 
 

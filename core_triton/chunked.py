@@ -25,10 +25,12 @@ from torch import Tensor
 
 from core_triton import row_math
 from core_triton.problem import (
+    NOTHING_SAVED,
     Gradients,
     GradientSums,
     NeedsGrad,
     Problem,
+    SavedRows,
     add_matmul,
     float32_matmul,
     operand,
@@ -161,10 +163,10 @@ def chunk_statistics(
     """First pass over a chunk: returns the statistics of its rows over all classes of the problem. Appends its tiles of
     logits to `kept`."""
     # Rows that do not contribute may hold any values: rows are independent here, and `row_math.finish` excludes them.
-    x, target = operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
+    x, target = operand(problem.beside_head(problem.input[chunk]), problem.input.dtype), problem.target[chunk]
     merged = None
     for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
-        w = operand(problem.linear_weight[vocab_chunk], problem.input.dtype)
+        w = problem.operand_of(vocab_chunk)
         partial = tiles.partial(problem, x, w, target, vocab_chunk, kept, statistics)
         merged = partial if merged is None else row_math.merge(merged, partial)
         del w  # else it stays alive until the next chunk's exists
@@ -209,6 +211,7 @@ def chunk_gradients(
     *,
     kept: list[Tensor] | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    saved: SavedRows | None = None,
     tiles: Tiles = TORCH_TILES,
 ) -> None:
     """Second pass over a chunk: writes its rows of d_input and adds to d_weight and d_bias.
@@ -218,6 +221,8 @@ def chunk_gradients(
         coefficients: (n,) each, times the upstream gradient.
         kept: the tiles of logits of the first pass, which are removed from the list; None: they are recomputed.
         scales: () factors of d_input and of the gradients of the head.
+        saved: where its d_logits are written. Then a power of two that float16 needs is not a factor of d_input, but of
+            `saved.rho`.
     """
     dtype, x, contributes = problem.input.dtype, problem.rows(chunk), problem.contributes(chunk)
     coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
@@ -232,6 +237,9 @@ def chunk_gradients(
         input_scale = torch.ldexp(torch.ones_like(lse), exponent - FLOAT16_HEADROOM)
         head_scale = torch.ldexp(torch.ones_like(lse[0]), top - FLOAT16_HEADROOM)
         bias_scale = input_scale
+        if saved is not None and saved.rho is not None:
+            saved.rho[chunk] *= torch.ldexp(torch.ones_like(lse), exponent)
+            input_scale = torch.full_like(lse, 2.0**-FLOAT16_HEADROOM)
         if scales is not None:
             input_scale, head_scale, bias_scale = (
                 input_scale * scales[0],
@@ -239,11 +247,13 @@ def chunk_gradients(
                 bias_scale * scales[1],
             )
     row = RowGradient(lse, coefficients, sums.d_bias is not None, bias_scale)
-    x, x_head = operand(x, dtype), operand(x_head, dtype)
+    x, x_head = operand(problem.beside_head(x), dtype), operand(x_head, dtype)
     d_input, first = None, chunk.start == 0
     for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
-        w = operand(problem.linear_weight[vocab_chunk], dtype)
+        w = problem.operand_of(vocab_chunk)
         d_logits, summed = tiles.d_logits(problem, x, w, chunk, vocab_chunk, row, kept)
+        if saved is not None and saved.e is not None:
+            saved.e[chunk, vocab_chunk] = d_logits
         if sums.d_bias is not None and summed is not None:
             sums.d_bias.put(vocab_chunk, summed, first=first)
         if sums.d_input is not None and d_input is None:
@@ -258,6 +268,8 @@ def chunk_gradients(
     elif sums.d_input is not None and d_input is not None:
         if input_scale is not None:
             d_input *= input_scale[:, None]
+        if problem.spec.splits_head:  # the matmul with each half
+            d_input = d_input[:, : problem.input.shape[1]] + d_input[:, problem.input.shape[1] :]
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
 
 
@@ -333,19 +345,96 @@ def loss_and_gradients(
 
 
 def gradients(
-    tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
+    tiles: Tiles,
+    problem: Problem,
+    config: ChunkConfig,
+    lse: Tensor,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
+    d_input: Tensor | None = None,
 ) -> Gradients:
-    """Plan C's backward pass: the gradients for any upstream gradient, given lse."""
-    sums = _sums(problem, needs_grad, config)
+    """Plan C's backward pass: the gradients for any upstream gradient, given lse. Writes d_input to `d_input`, if there
+    is one."""
+    sums = _sums(problem, needs_grad, config, d_input)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
         chunk_gradients(problem, chunk, config.vocab_chunk, lse[chunk], part, sums, tiles=tiles)
     return sums.result(empty=problem.input.shape[0] == 0)
 
 
-def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig) -> GradientSums:
+def save_rows(
+    tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, statistics: int
+) -> tuple[Tensor, RowStatistics, SavedRows]:
+    """Plan A without the gradients of the head, for an upstream gradient of 1: each row's weighted loss (N,), its
+    statistics, and what `saved_gradients` needs."""
+    e, classes = None, problem.classes
+    if needs_grad.d_weight or needs_grad.d_bias:
+        e = problem.input.new_empty((problem.input.shape[0], classes))
+    sums = _sums(problem, NeedsGrad(needs_grad.d_input, False, False), config)
+    saved = NOTHING_SAVED._replace(e=e, unit_d_input=sums.d_input, rho=torch.ones_like(problem.row_weight))
+    losses, parts = [], []
+    for chunk in problem.chunks(config.rows):
+        target, row_weight = problem.target[chunk], problem.row_weight[chunk]
+        kept: list[Tensor] | None = [] if config.keeps_logits else None
+        partial = chunk_statistics(
+            problem, chunk, config.first_vocab_chunk, statistics=statistics, kept=kept, tiles=tiles
+        )
+        part = row_math.finish(partial, target, row_weight, classes)
+        losses.append(row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
+        coefficients = row_math.loss_coefficients(
+            problem.spec, part.lse, target, row_weight, problem.class_weight, classes
+        )
+        # A row of NaN must have a zero gradient if its upstream gradient is 0: its zeros are saved, and rho is NaN.
+        lost = (row_weight != 0) & ~row_math.finite(part.lse, coefficients)
+        assert saved.rho is not None
+        saved.rho[chunk] = torch.where(lost, torch.nan, 1.0)
+        seen = replace(problem, row_weight=problem.row_weight.clone())
+        seen.row_weight[chunk] = torch.where(lost, 0.0, row_weight)
+        chunk_gradients(
+            seen, chunk, config.vocab_chunk, part.lse, coefficients, sums, kept=kept, saved=saved, tiles=tiles
+        )
+        parts.append(part)
+    return torch.cat(losses), _concatenate(parts, problem, statistics), saved
+
+
+def saved_gradients(
+    problem: Problem, config: ChunkConfig, saved: SavedRows, needs_grad: NeedsGrad, others: Gradients
+) -> Gradients:
+    """Returns the gradients of the head by saved rows, added to those by other rows: (42). The row weights of the
+    problem are the upstream gradients times rho."""
+    if saved.e is None or not (needs_grad.d_weight or needs_grad.d_bias):
+        return others
+    needs_grad, dtype, factor = needs_grad._replace(d_input=False), problem.input.dtype, problem.row_weight
     arrays = problem.input, problem.linear_weight, problem.linear_bias
-    return GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum)
+    sums = GradientSums(*arrays, problem.classes, needs_grad, float32_sum=config.float32_sum, others=others)
+    started = others.d_weight is not None or others.d_bias is not None
+    scale, of_x = None, factor
+    if dtype == torch.float16:  # the largest factor becomes a number below 1
+        exponent = row_math.exponent_of(factor)
+        of_x = torch.ldexp(factor, -exponent)
+        scale = torch.ldexp(torch.ones_like(factor[0]), exponent - FLOAT16_HEADROOM)
+    for chunk in problem.chunks(config.rows):
+        first, of_rows = chunk.start == 0 and not started, factor[chunk]
+        x = None
+        if sums.d_weight is not None:
+            x = operand((problem.rows(chunk) * of_x[chunk, None]).to(dtype), dtype)
+        for vocab_chunk in problem.vocab_chunks(config.vocab_chunk):
+            e = operand(saved.e[chunk, vocab_chunk], dtype)
+            if sums.d_weight is not None and x is not None:
+                sums.d_weight.put_matmul(vocab_chunk, e.T, x, scale, first=first)
+            if sums.d_bias is not None:
+                summed = of_rows @ e.float()
+                if scale is not None:
+                    summed *= 2.0**-FLOAT16_HEADROOM
+                sums.d_bias.put(vocab_chunk, summed, first=first)
+            del e  # otherwise it stays alive until that of the next chunk exists
+    return sums.result(empty=False)
+
+
+def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig, d_input: Tensor | None = None) -> GradientSums:
+    options = {"float32_sum": config.float32_sum, "d_input": d_input, "grad_into": problem.grad_into}
+    arrays = problem.input, problem.linear_weight, problem.linear_bias
+    return GradientSums(*arrays, problem.local_classes, needs_grad, **options)
 
 
 def _local_target(problem: Problem, target: Tensor, vocab_chunk: slice) -> tuple[Tensor, Tensor]:

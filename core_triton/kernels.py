@@ -296,7 +296,7 @@ def store_statistics(
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Writes the `linear_ce.statistics` of a tile's rows, one after the other, each `rows` elements after the one
-    before: (25), (39). `at` is where the first goes. The class of the largest logit is its column in the tile."""
+    before: (25), (43). `at` is where the first goes. The class of the largest logit is its column in the tile."""
     if MAX & STATISTICS:
         top = tl.max(logits, 1)
         tl.store(at, top, mask=inside)
@@ -514,7 +514,7 @@ def statistics_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25), (39).
+    """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25), (43).
 
     max is (class blocks, 1 to 3, rows): the column of the largest logit in the tile and the sum of the squared
     exponentials follow the largest logit if they are in STATISTICS, an int of `linear_ce.statistics`.

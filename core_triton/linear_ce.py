@@ -1,6 +1,6 @@
 """The public functions: fused linear + cross-entropy for PyTorch, without the N x V logits in memory.
 
-A public function checks its arguments and flattens their leading axes (`_prepare`), runs one of the functions of
+A public function checks its arguments and flattens their leading axes (`prepare`), runs one of the functions of
 `ops.py` (`_loss`), and reshapes the results. The functions of `ops.py` fold ignore_index, token weights, the reduction
 and its denominator into one weight for each row (`row_math.row_weights`). This table shows which of them a call runs:
 
@@ -11,42 +11,31 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
-The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then `scaled_exp.py` (or
-`chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel with its launcher:
-`hopper_logits.py`, `hopper_gradients.py`, `ampere_logits.py`, `ampere_gradients.py`, `kernels.py`, `row_kernels.py`,
-`input_grad.py` or `target_grad.py`.
+With a `saved_budget`, losses of rows and log-probabilities run a function of `saved_ops.py`: 3 matmuls for the rows
+that it holds.
+
+The files of a call, in order: this one, `arguments.py`, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then
+`scaled_exp.py` (or `chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel
+with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `ampere_logits.py`, `ampere_gradients.py`, `kernels.py`,
+`row_kernels.py`, `input_grad.py` or `target_grad.py`.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
 
-from core_triton import ops, token_hook, token_ops
+from core_triton import ops, saved_ops, token_hook, token_ops
+from core_triton.arguments import Call, Implementation, check_per_token, choose, decide, prepare, spec_of
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
 from linear_ce.gpus import gpu_named
-from linear_ce.spec import (
-    ArrayInfo,
-    LossSpec,
-    Reduction,
-    check_arrays,
-    check_choice,
-    check_memory_budget,
-    check_normalizer,
-)
+from linear_ce.spec import HeadPrecision, Reduction, check_saved_budget
 from linear_ce.statistics import LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
-
-IMPLEMENTATIONS = ("triton", "triton_sm80", "chunked")
 
 
 class LossStats(NamedTuple):
@@ -68,13 +57,6 @@ class LogProbs(NamedTuple):
     log_prob: Tensor
     entropy: Tensor
     lse: Tensor
-
-
-class Implementation(NamedTuple):
-    """Which implementation a call runs, and why."""
-
-    name: str
-    reason: str
 
 
 class Explanation(Implementation):
@@ -108,7 +90,10 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -140,9 +125,31 @@ def linear_cross_entropy(
         vocab_size: number of classes. The rows of linear_weight past it are padding: they have no probability and a
             zero gradient.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
+        saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
+            results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
+            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four.
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
+        grad_into: (V, D) float32 buffer, contiguous, for example Megatron's `weight.main_grad`, or the `grad` of a
+            float32 head. The gradient of linear_weight is added to it, in float32, and linear_weight gets none from
+            autograd, so there is no second (V, D) buffer, and the gradients of several calls and of a tied embedding
+            round once. The rows past vocab_size stay as they are. Without gradients (`torch.no_grad`) nothing is added.
+
+            With reduction "mean" or "sum" the forward pass adds it, because that is where the gradients are computed:
+            adding it in the backward pass would take a fourth matmul, or a second buffer. The upstream gradient of the
+            loss is not known there, so it must be 1, as in `loss.backward()`. The backward pass checks that without
+            waiting for the device: on a GPU another number is a device-side assertion. So do not divide the loss by the
+            number of accumulation steps, but pass the number of tokens of all steps as normalizer, or use token_weight.
+            Every forward pass with gradients enabled must be followed by one backward pass.
+
+            With reduction "none" the backward pass adds the gradient, for any upstream gradient. Use it, and sum, if
+            the upstream gradient is not 1 (`torch.amp.GradScaler`), or within activation checkpointing, which would run
+            the forward pass twice.
+        head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
+            input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
+            and two for d_input, so five instead of three. A weight is off by at most 2**-17 of its value, in place
+            of 2**-9. d_weight is float32 in both cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -151,6 +158,8 @@ def linear_cross_entropy(
         TypeError: an argument is not a tensor or has an unsupported dtype.
         ValueError: a shape, a device or an option is wrong, or memory_budget cannot hold the smallest chunk. The
             message names the argument.
+        RuntimeError: a second derivative. With grad_into: a second backward pass, an upstream gradient that is not 1,
+            or hooks of saved tensors, which activation checkpointing and offloading use, where the forward pass adds.
 
     Example:
         >>> import torch, core_triton
@@ -158,16 +167,22 @@ def linear_cross_entropy(
         >>> core_triton.linear_cross_entropy(x, w, torch.arange(6)).backward()
         >>> w.grad.shape
         torch.Size([100, 16])
+        >>> total = torch.zeros(100, 16)  # of two micro-batches, each of half of the tokens
+        >>> for half in (slice(0, 3), slice(3, 6)):
+        ...     batch = x[half], w, torch.arange(6)[half]
+        ...     core_triton.linear_cross_entropy(*batch, normalizer=6, grad_into=total).backward()
+        >>> torch.allclose(total, w.grad, atol=1e-6)
+        True
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
-    spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
-    )
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = spec_of(reduction, *options)
+    given = linear_bias, weight, token_weight, normalizer
+    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
     return _shaped(_loss(call, statistics=0).loss, target)
 
 
@@ -188,7 +203,10 @@ def linear_cross_entropy_with_stats(
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -208,10 +226,10 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
-    )
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = spec_of(reduction, *options)
+    given = linear_bias, weight, token_weight, normalizer
+    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
     assert lse is not None
@@ -241,7 +259,10 @@ def linear_log_probs(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -249,7 +270,11 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
+        grad_into: (V, D) float32 buffer, contiguous. The backward pass adds the gradient of linear_weight to it.
         input: as all other arguments, see `linear_cross_entropy`.
+
+        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
+            gradient of entropy and lse is needed; otherwise what was kept is not used.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -266,9 +291,13 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
-    call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
-    found = ops.log_probs(call.arrays, call.options)
+    spec = spec_of("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    given = linear_bias, None, None, None
+    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
+    if call.options.saved_budget:
+        found = saved_ops.log_probs(call.arrays, call.options)
+    else:
+        found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
@@ -288,6 +317,8 @@ def linear_token_loss(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -337,10 +368,9 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36).
     """
-    options = linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size
-    return _token_loss(
-        input, linear_weight, target, token_loss, per_token, options, memory_budget, implementation, NO_STATS
-    )[0]
+    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
+    options += head_precision, memory_budget, implementation, grad_into
+    return _token_loss(input, linear_weight, target, token_loss, per_token, options, NO_STATS)[0]
 
 
 def linear_token_loss_with_stats(
@@ -360,6 +390,8 @@ def linear_token_loss_with_stats(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> tuple[Tensor, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -387,20 +419,11 @@ def linear_token_loss_with_stats(
         (torch.Size([6]), None)
 
     Source:
-        linear_ce/MATH.md (3), (19), (20), (39), (40).
+        linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
-    options = linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size
-    return _token_loss(
-        input,
-        linear_weight,
-        target,
-        token_loss,
-        per_token,
-        options,
-        memory_budget,
-        implementation,
-        check_stats(stats),
-    )
+    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
+    options += head_precision, memory_budget, implementation, grad_into
+    return _token_loss(input, linear_weight, target, token_loss, per_token, options, check_stats(stats))
 
 
 def _token_loss(
@@ -410,25 +433,23 @@ def _token_loss(
     token_loss: TokenLoss,
     per_token: tuple[Tensor, ...],
     options: tuple[Any, ...],
-    memory_budget: int | None,
-    implementation: str | None,
     stats: tuple[bool, ...],
 ) -> tuple[Tensor, TokenStats]:
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
-    arguments = input, linear_weight, target, token_loss, per_token, options, memory_budget, implementation, stats
+    arguments = input, linear_weight, target, token_loss, per_token, options, stats
     if torch.compiler.is_compiling() and not isinstance(token_loss, Named):
         from core_triton.compiling import call_between_graphs  # loads torch._dynamo
 
         return call_between_graphs(_token_loss, *arguments)
-    linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size = options
-    spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, None, token_weight, normalizer, memory_budget, implementation
-    )
-    flat = _check_per_token(token_loss, per_token, target)
+    reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
+    head_precision, memory_budget, implementation, grad_into = rest
+    spec = spec_of(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    given = linear_bias, None, token_weight, normalizer
+    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into)
+    flat = check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
-    loss, found = run(call.arrays, call.weights, call.options, token_loss, flat, stats)
+    loss, found = _run(run, *call[1:4], token_loss, flat, stats, grad_into=call.grad_into)
     return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
 
 
@@ -483,7 +504,7 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
     tokens = per_token[0] if per_token else torch.empty(64)
     if not isinstance(tokens, Tensor) or tokens.numel() < 2:
         raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got {_shape_or_kind(tokens)}")
-    flat = _check_per_token(token_loss, per_token, tokens, "per_token[0]")
+    flat = check_per_token(token_loss, per_token, tokens, "per_token[0]")
     number = torch.arange(1, tokens.numel() + 1, device=tokens.device)
     log_prob = -8.0 * torch.frac(0.618 * number)  # between 0 and -8, in no order
     token_hook.check_elementwise(token_loss, [log_prob, *(one.detach().float() for one in flat)])
@@ -503,7 +524,10 @@ def explain(
     softcap: float | None = None,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -514,7 +538,8 @@ def explain(
         input: (..., D).
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
+            head_precision: as given to the call. For log-probabilities, pass reduction "none".
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -543,226 +568,24 @@ def explain(
         capability, multiprocessors, *_ = gpu_named(device)
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     if torch.compiler.is_compiling():
-        return _choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
-    spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size)
+        return choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
+    spec = spec_of(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
-    classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation, gpu)
+    classes, budget, name = decide(spec, input.device, infos, memory_budget, implementation, gpu)
     flat = input.reshape(-1, input.shape[-1])
-    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes)
+    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
-    plan = ops.plan_for(problem, stage, budget, name, NeedsGrad(gradients, gradients, False), device=gpu)
-    return Explanation(*_choose(input.device, implementation, gpu), plan)
-
-
-def _choose(device: torch.device, implementation: str | None, gpu: DeviceInfo | None = None) -> Implementation:
-    """Returns the implementation of a call on a device, or on `gpu`, where the kernels can run."""
-    obstacle = _triton_obstacle(device) if gpu is None else None
-    if implementation is None:
-        if obstacle is None:
-            return Implementation("triton", f"the kernels for {device.type if gpu is None else gpu.type} devices")
-        return Implementation("chunked", obstacle)
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    if implementation != "chunked" and obstacle is not None and not _interpreted():
-        raise ValueError(f"implementation {implementation!r} cannot run here: {obstacle}")
-    return Implementation(implementation, "asked for by name")
-
-
-def _triton_obstacle(device: torch.device) -> str | None:
-    """Returns why the kernels do not run on a device, or None."""
-    if torch.compiler.is_compiling():
-        from core_triton.compiling import triton_obstacle  # loads torch._dynamo
-
-        return triton_obstacle(device)
-    return ops.triton_obstacle(device)
-
-
-def _interpreted() -> bool:
-    """Whether Triton's interpreter was switched on: then the kernels run on any device when asked for by name."""
-    if find_spec("triton") is None:
-        return False
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
-
-
-_cached_spec = lru_cache(maxsize=1024, typed=True)(LossSpec)
-
-
-def _spec(*options: Any) -> LossSpec:
-    """Returns the options of a call, which are checked once for each combination."""
-    if torch.compiler.is_compiling():
-        return LossSpec(*options)
-    try:
-        return _cached_spec(*options)
-    except TypeError:  # an option that cannot be hashed: LossSpec names it
-        return LossSpec(*options)
-
-
-def _decide(
-    spec: LossSpec,
-    device: torch.device,
-    infos: tuple[tuple[str, torch.Size, torch.dtype], ...],
-    memory_budget: int | None,
-    implementation: str | None,
-    gpu: DeviceInfo | None = None,
-) -> tuple[int, int, str]:
-    """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, implementation."""
-    named = {name: ArrayInfo(tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in infos}
-    check_arrays(spec=spec, **named)  # pyright: ignore[reportArgumentType]
-    budget = check_memory_budget(memory_budget)
-    chosen = _choose(device, implementation, gpu)
-    return spec.classes(named["linear_weight"].shape[0]), budget, chosen.name
-
-
-_cached_decide = lru_cache(maxsize=4096, typed=True)(_decide)
-
-
-class _Call(NamedTuple):
-    """One call, checked and flattened."""
-
-    spec: LossSpec
-    arrays: ops.Arrays
-    weights: ops.TokenWeights
-    options: ops.Options
-
-
-def _prepare(
-    spec: LossSpec,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    normalizer: Tensor | float | None,
-    memory_budget: int | None,
-    implementation: str | None,
-) -> _Call:
-    """Checks every argument and flattens the leading axes."""
-    compiling = torch.compiler.is_compiling()
-    named: dict[str, Any] = {
-        "input": input,
-        "linear_weight": linear_weight,
-        "target": target,
-        "linear_bias": linear_bias,
-        "weight": weight,
-        "token_weight": token_weight,
-    }
-    for name, tensor in named.items():
-        if tensor is None and name in _OPTIONAL:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name} must be a Tensor{' or None' if name in _OPTIONAL else ''}, got {type(tensor).__name__}"
-            )
-        if not compiling:
-            _check_kind(name, tensor)
-    if normalizer is not None:
-        named["normalizer"] = normalizer = _scalar(normalizer, input.device)
-    kind = input.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        # The head's matmul is in autocast's dtype, as torch.nn.functional.linear's is.
-        compute = torch.get_autocast_dtype(kind)
-        input = named["input"] = input.to(compute)
-        if linear_weight.dtype != torch.float32:
-            linear_weight = named["linear_weight"] = linear_weight.to(compute)
-        if linear_bias is not None and linear_bias.dtype != torch.float32:
-            linear_bias = named["linear_bias"] = linear_bias.to(compute)
-    device, infos = input.device, []
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on input's device {device}, got {tensor.device}")
-        if name in _CONSTANT and tensor.requires_grad:
-            raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
-        infos.append((name, tensor.shape, tensor.dtype))
-    decide = _decide if compiling else _cached_decide
-    classes, budget, chosen = decide(spec, device, tuple(infos), memory_budget, implementation)
-    class_weight = None if weight is None else weight[:classes].float()
-    token_weight = None if token_weight is None else _flat(token_weight, 1)
-    return _Call(
-        spec,
-        ops.Arrays(_flat(input, 2), linear_weight, linear_bias, _flat(target, 1).long(), class_weight),
-        ops.TokenWeights(token_weight, normalizer),
-        ops.Options(
-            spec.reduction == "mean",
-            spec.ignore_index,
-            spec.label_smoothing,
-            spec.z_loss_weight,
-            spec.softcap,
-            spec.logit_scale,
-            classes,
-            budget,
-            chosen,
-        ),
-    )
-
-
-def _check_per_token(
-    token_loss: TokenLoss, per_token: tuple[Tensor, ...], like: Tensor, name_of_like: str = "target"
-) -> list[Tensor]:
-    """Checks the arguments of a token loss, which must have the shape and the device of `like`, and flattens their
-    axes."""
-    if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
-        names = ", ".join(token_loss.per_token)
-        raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} tensors")
-    for index, tensor in enumerate(per_token):
-        name = f"per_token[{index}]"
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-        if not torch.compiler.is_compiling():
-            _check_kind(name, tensor)
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must have a floating-point dtype, got {str(tensor.dtype).removeprefix('torch.')}")
-        if tensor.shape != like.shape:
-            raise ValueError(
-                f"{name} must have shape {tuple(like.shape)} ({name_of_like}'s shape), got {tuple(tensor.shape)}"
-            )
-        if tensor.device != like.device:
-            raise ValueError(f"{name} must be on {name_of_like}'s device {like.device}, got {tensor.device}")
-    return [_flat(tensor, 1) for tensor in per_token]
-
-
-_OPTIONAL = "linear_bias", "weight", "token_weight"
-
-_CONSTANT = "weight", "token_weight", "normalizer"
-
-
-def _scalar(normalizer: Any, device: torch.device) -> Tensor:
-    """Returns a normalizer as a tensor."""
-    if isinstance(normalizer, Tensor):
-        return normalizer
-    if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
-        normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
-    if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
-        raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
-    return torch.full((), check_normalizer(normalizer), dtype=torch.float32, device=device)
-
-
-def _flat(tensor: Tensor, axes: int) -> Tensor:
-    """Returns a tensor with its leading axes made one. `reshape` would make a view, and a node for autograd, of a
-    tensor that has the shape."""
-    return tensor if tensor.ndim == axes else tensor.reshape(-1, *tensor.shape[tensor.ndim + 1 - axes :])
-
-
-def _check_kind(name: str, tensor: Tensor) -> None:
-    """Raises for a tensor that looks like one and would be treated as another."""
-    if is_functorch_wrapped_tensor(tensor):
-        raise TypeError(f"{name} comes from a torch.func transform, which is not supported: use torch.autograd.grad")
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise RuntimeError(
-            f"{name} has a forward-mode tangent, and the loss has no forward-mode derivative: use torch.autograd.grad"
-        )
-    if type(tensor).__module__.startswith("torch.distributed"):
-        raise TypeError(
-            f"{name} must be a plain Tensor, got {type(tensor).__name__}: pass {name}.to_local() where each rank holds "
-            f"its own tokens and the whole head, or {name}.full_tensor()"
-        )
+    needs_grad = NeedsGrad(gradients, gradients, False)
+    given = {"grad_into": grad_into is not None, "head_precision": head_precision}
+    if check_saved_budget(saved_budget, reduction, **given) and gradients:
+        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
+    else:
+        plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu)
+    return Explanation(*choose(input.device, implementation, gpu), plan)
 
 
 def _shaped(loss: Tensor, target: Tensor) -> Tensor:
@@ -770,7 +593,19 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
     return loss if loss.ndim == 0 or loss.shape == target.shape else loss.reshape(target.shape)
 
 
-def _loss(call: _Call, *, statistics: int) -> ops.Losses:
+def _loss(call: Call, *, statistics: int) -> ops.Losses:
     """Runs what the call needs."""
+    if call.options.saved_budget:
+        return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"
-    return ops.loss(call.arrays, call.weights, call.options, statistics=statistics, reduce=reduce)
+    return _run(ops.loss, *call[1:4], statistics=statistics, reduce=reduce, grad_into=call.grad_into)
+
+
+def _run(function: Callable[..., Any], *arguments: Any, grad_into: Tensor | None, **options: Any) -> Any:
+    """Returns function(*arguments, grad_into=grad_into, **options). The operators of torch.compile change none of their
+    arguments, so with `grad_into` the function runs between two graphs."""
+    if grad_into is not None and torch.compiler.is_compiling():
+        from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+        return call_between_graphs(function, *arguments, grad_into=grad_into, **options)
+    return function(*arguments, grad_into=grad_into, **options)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core_triton.linear_ce import linear_cross_entropy
-from linear_ce.spec import LossSpec, Reduction, check_memory_budget
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_memory_budget
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(LossSpec))
 
@@ -26,7 +26,7 @@ class LinearCrossEntropy(nn.Module):
         bias: whether the head has a bias.
         weight: (V,) class weights, kept as a buffer.
         reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget,
-            implementation: as for `linear_cross_entropy`.
+            implementation, head_precision: as for `linear_cross_entropy`.
         device, dtype: of the parameters.
 
     Raises:
@@ -56,11 +56,13 @@ class LinearCrossEntropy(nn.Module):
         vocab_size: int | None = None,
         memory_budget: int | None = None,
         implementation: str | None = None,
+        head_precision: HeadPrecision | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+        options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+        self.spec = LossSpec(reduction, *options)
         self.spec.classes(num_classes)
         check_memory_budget(memory_budget)
         self.memory_budget = memory_budget
@@ -84,8 +86,10 @@ class LinearCrossEntropy(nn.Module):
         *,
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
+        grad_into: Tensor | None = None,
     ) -> Tensor:
-        """Returns the float32 loss of input (..., D) and target (...,)."""
+        """Returns the float32 loss of input (..., D) and target (...,). The other arguments are those of
+        `linear_cross_entropy`."""
         options: dict[str, Any] = {name: getattr(self.spec, name) for name in OPTIONS}
         return linear_cross_entropy(
             input,
@@ -97,6 +101,7 @@ class LinearCrossEntropy(nn.Module):
             normalizer=normalizer,
             memory_budget=self.memory_budget,
             implementation=self.implementation,
+            grad_into=grad_into,
             **options,
         )
 

@@ -32,8 +32,17 @@ from core_triton.ops import (
     run_row_gradients,
     scale,
 )
-from core_triton.problem import Gradients, NeedsGrad
+from core_triton.problem import NOTHING_SAVED, Gradients, NeedsGrad, SavedRows
 from core_triton.row_math import Coefficients, RowStatistics
+from core_triton.saved_ops import (
+    SavedCall,
+    SavedLosses,
+    SavedRowLosses,
+    dispatched,
+    fake_saved_rows,
+    run_saved_gradients,
+    run_saved_losses,
+)
 from core_triton.token_losses import Named
 from core_triton.token_ops import (
     TokenCall,
@@ -47,10 +56,33 @@ from core_triton.token_ops import (
 from linear_ce.statistics import statistics_for
 
 
+def _loss_and_gradients_op(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
+) -> tuple[Losses, Gradients, Tensor | None]:
+    return run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
+
+
 def _losses_op(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     return run_losses(arrays, weights, options, statistics, needs_grad)
+
+
+def _gradients_op(
+    arrays: Arrays,
+    options: Options,
+    row_weight: Tensor,
+    lse: Tensor,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+
+
+def _row_gradients_op(
+    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad
+) -> Gradients:
+    return run_row_gradients(arrays, options, upstream, lse, needs_grad)
 
 
 def _scaled_op(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
@@ -135,6 +167,37 @@ def _token_loss_fake(
     )
 
 
+def _saved_losses_fake(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
+) -> SavedLosses:
+    found = _fake_losses(arrays, statistics=statistics, backward=True)
+    return SavedLosses(found, fake_saved_rows(arrays, options, needs_grad))
+
+
+def _saved_gradients_op(
+    arrays: Arrays,
+    options: Options,
+    factor: Tensor,
+    row_weight: Tensor,
+    lse: Tensor,
+    saved: SavedRows,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    return run_saved_gradients(arrays, options, factor, row_weight, lse, saved, needs_grad)
+
+
+def _saved_gradients_fake(
+    arrays: Arrays,
+    options: Options,
+    factor: Tensor,
+    row_weight: Tensor,
+    lse: Tensor,
+    saved: SavedRows,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    return _fake_gradients(arrays, needs_grad)
+
+
 def _fake_rows(arrays: Arrays) -> Tensor:
     return torch.empty_like(arrays.target, dtype=torch.float32)
 
@@ -160,7 +223,7 @@ def _loss_and_gradients_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
     if any(arrays.needs_grad()):
-        call = arrays, weights, options, statistics, reduce, needs_grad
+        call = arrays, weights, options, statistics, reduce, needs_grad, None
         results: Any = LossAndGradients.apply(call, *arrays.differentiated())
         return Losses(*results), Gradients(None, None, None), None  # autograd has saved the gradients
     if is_eager(arrays):  # called by a compiled function: another dispatch would take host time
@@ -173,7 +236,7 @@ def _losses_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     if any(arrays.needs_grad()):
-        call = arrays, weights, options, statistics, needs_grad
+        call = arrays, weights, options, statistics, needs_grad, None
         results: Any = RowLosses.apply(call, *arrays.differentiated())
         return Losses(*results)
     if is_eager(arrays):
@@ -184,12 +247,24 @@ def _losses_autograd(
 
 def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     if any(arrays.needs_grad()):
-        results: Any = RowLogProbs.apply((arrays, options, needs_grad), *arrays.differentiated())
+        results: Any = RowLogProbs.apply((arrays, options, needs_grad, None), *arrays.differentiated())
         return LogProbs(*results)
     if is_eager(arrays):
         return run_log_probs(arrays, options, needs_grad)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
+
+
+def _saved_losses_autograd(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
+) -> SavedLosses:
+    call = SavedCall(arrays, weights, options, statistics, needs_grad)
+    if any(arrays.needs_grad()):
+        results: Any = SavedRowLosses.apply(call, *arrays.differentiated())
+        return SavedLosses(Losses(*results), NOTHING_SAVED)  # autograd has saved them
+    if is_eager(arrays):
+        return run_saved_losses(*call)
+    return dispatched(call)
 
 
 def _token_loss_autograd(
@@ -260,10 +335,12 @@ def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any],
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # of the operators, by their names
 
 _library = torch.library.Library("linear_ce", "DEF")
-_register("loss_and_gradients", run_loss_and_gradients, _loss_and_gradients_fake, _loss_and_gradients_autograd)
+_register("loss_and_gradients", _loss_and_gradients_op, _loss_and_gradients_fake, _loss_and_gradients_autograd)
 _register("losses", _losses_op, _losses_fake, _losses_autograd)
 _register("log_probs", run_log_probs, _log_probs_fake, _log_probs_autograd)
-_register("gradients", run_gradients, _gradients_fake)
-_register("row_gradients", run_row_gradients, _row_gradients_fake)
+_register("gradients", _gradients_op, _gradients_fake)
+_register("row_gradients", _row_gradients_op, _row_gradients_fake)
 _register("token_loss", _token_loss_op, _token_loss_fake, _token_loss_autograd)
+_register("saved_losses", run_saved_losses, _saved_losses_fake, _saved_losses_autograd)
+_register("saved_gradients", _saved_gradients_op, _saved_gradients_fake)
 _register("scaled", _scaled_op, _scaled_fake)

@@ -8,150 +8,102 @@ mode, it is an operator of `operators.py`, which is one node of a graph.
     `log_probs`           plan C for log-probabilities
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache, wraps
-from importlib.util import find_spec
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from core_triton import chunked, row_math
+from core_triton.device import library_settings, triton_obstacle
+from core_triton.grad_into import AddsOnce
+from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
 from core_triton.token_hook import TokenHook
 from linear_ce.gpus import known_gpu
-from linear_ce.spec import LossSpec
 from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, LSE, MAX, OF_LOGITS, SQUARES, planes
 
-
-class Arrays(NamedTuple):
-    """The arrays of a call. Their gradients have the same order."""
-
-    input: Tensor  # (N, D)
-    linear_weight: Tensor  # (V, D)
-    linear_bias: Tensor | None  # (V,)
-    target: Tensor  # (N,) int64
-    class_weight: Tensor | None  # (K,) float32
-
-    def needs_grad(self) -> NeedsGrad:
-        """Returns which gradients a backward pass may need."""
-        if not torch.is_grad_enabled():
-            return NO_GRADIENTS
-        input, linear_weight, bias = self.differentiated()
-        return NeedsGrad(input.requires_grad, linear_weight.requires_grad, bias is not None and bias.requires_grad)
-
-    def differentiated(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self[:3]
-
-
-class TokenWeights(NamedTuple):
-    """The arguments of `row_math.row_weights` besides the targets and the class weights."""
-
-    token_weight: Tensor | None  # (N,)
-    normalizer: Tensor | None  # ()
-
-
-class Options(NamedTuple):
-    """The options of a call, in types that the schema of an operator supports."""
-
-    mean: bool  # the reduction's denominator is part of a row's weight
-    ignore_index: int
-    label_smoothing: float
-    z_loss_weight: float
-    softcap: float | None
-    logit_scale: float
-    vocab_size: int
-    memory_budget: int
-    implementation: str
-
-    def spec(self) -> LossSpec:
-        reduction = "mean" if self.mean else "sum"
-        rest = self.label_smoothing, self.z_loss_weight, self.softcap, self.logit_scale
-        return LossSpec(reduction, self.ignore_index, *rest)
-
-
-class Losses(NamedTuple):
-    """What `losses` and `loss_and_gradients` return besides gradients: (N,) float32 each, or () for a reduced loss.
-
-    row_weight and lse are None unless `statistics` or the backward pass needs them. The fields after them are None
-    unless they are part of `statistics`, an int of `linear_ce.statistics`.
-    """
-
-    loss: Tensor  # weighted; () where reduced
-    row_weight: Tensor | None
-    lse: Tensor | None
-    target_logit: Tensor | None
-    max: Tensor | None  # the largest logit
-    argmax: Tensor | None  # int64
-    entropy: Tensor | None
-    mean_logit: Tensor | None
-    sum_squared_probs: Tensor | None
-
-
-class LogProbs(NamedTuple):
-    """What `log_probs` returns: (N,) float32 each."""
-
-    log_prob: Tensor
-    entropy: Tensor
-    lse: Tensor
-    row_weight: Tensor | None  # where there is a backward pass
+OF_LOG_PROBS = LSE | ENTROPY | BY_ROW  # what `log_probs` computes, of `linear_ce.statistics`
 
 
 # The functions.
 
 
 def loss_and_gradients(
-    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: int, reduce: bool
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: int,
+    reduce: bool,
+    grad_into: Tensor | None = None,
 ) -> Losses:
     """Plan A. Returns the loss, () if `reduce` and (N,) otherwise, and computes its gradients in the same pass.
 
     Without `reduce` only the gradient of input is computed. The backward pass multiplies each of its rows by the
-    upstream gradient of the row's loss.
+    upstream gradient of the row's loss. With `grad_into`, and `reduce`, d_weight is added to it in this pass.
     """
     if torch.compiler.is_compiling():
         found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
         return _in_place(Losses, found, _losses_there(statistics=statistics, backward=not reduce))
-    call = arrays, weights, options, statistics, reduce, needs_grad
+    call = arrays, weights, options, statistics, reduce, needs_grad, grad_into
     results: Any = LossAndGradients.apply(call, *arrays.differentiated())
     return Losses(*results)
 
 
 def losses(
-    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: int, reduce: bool
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: int,
+    reduce: bool,
+    grad_into: Tensor | None = None,
 ) -> Losses:
-    """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`."""
+    """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`. With
+    `grad_into` the backward pass adds d_weight to it."""
     if torch.compiler.is_compiling():
         found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
     elif not any(needs_grad) and is_eager(arrays):
         return run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
     else:
-        call = arrays, weights, options, statistics, needs_grad
+        call = arrays, weights, options, statistics, needs_grad, grad_into
         results: Any = RowLosses.apply(call, *arrays.differentiated())
         found = Losses(*results)
     return found._replace(loss=found.loss.sum()) if reduce else found
 
 
-def loss(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: int, reduce: bool) -> Losses:
+def loss(
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    *,
+    statistics: int,
+    reduce: bool,
+    grad_into: Tensor | None = None,
+) -> Losses:
     """Runs `loss_and_gradients` if the forward pass can compute the gradients that are needed, and `losses` if not."""
     needs_grad = arrays.needs_grad()
     d_head = needs_grad.d_weight or needs_grad.d_bias
     in_forward = (d_head and reduce) or (needs_grad.d_input and (reduce or not d_head))
     run = loss_and_gradients if in_forward else losses
-    return run(arrays, weights, options, needs_grad, statistics=statistics, reduce=reduce)
+    return run(arrays, weights, options, needs_grad, statistics=statistics, reduce=reduce, grad_into=grad_into)
 
 
-def log_probs(arrays: Arrays, options: Options) -> LogProbs:
+def log_probs(arrays: Arrays, options: Options, *, grad_into: Tensor | None = None) -> LogProbs:
     """Plan C's forward pass for log-probabilities."""
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
         return _dispatched_log_probs(arrays, options, needs_grad)
     if not any(needs_grad) and is_eager(arrays):
         return run_log_probs(arrays, options, needs_grad)
-    results: Any = RowLogProbs.apply((arrays, options, needs_grad), *arrays.differentiated())
+    results: Any = RowLogProbs.apply((arrays, options, needs_grad, grad_into), *arrays.differentiated())
     return LogProbs(*results)
 
 
@@ -180,10 +132,11 @@ def no_double_backward(backward: Backward) -> Backward:
 class LossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, bool, NeedsGrad], *_: Tensor | None
+        ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, bool, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, weights, options, statistics, reduce, needs_grad = call
-        if is_eager(arrays):
+        arrays, weights, options, statistics, reduce, needs_grad, grad_into = call
+        ctx.adds = AddsOnce(grad_into, assumes_one=True)
+        if is_eager(arrays) or grad_into is not None:
             found, gradients, scales = run_loss_and_gradients(*call)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -202,6 +155,7 @@ class LossAndGradients(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        ctx.adds.check(d_loss)
         if d_loss is None:
             return None, None, None, None
         row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
@@ -214,11 +168,12 @@ class LossAndGradients(torch.autograd.Function):
 class RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, NeedsGrad], *_: Tensor | None
+        ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, weights, options, statistics, needs_grad = call
-        if is_eager(arrays):
-            found = run_losses(*call)
+        arrays, weights, options, statistics, needs_grad, grad_into = call
+        ctx.adds = AddsOnce(grad_into, assumes_one=False)
+        if is_eager(arrays) or grad_into is not None:
+            found = run_losses(arrays, weights, options, statistics, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
@@ -230,22 +185,24 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        ctx.adds.check(d_loss)
         if d_loss is None:
             return None, None, None, None
         *saved, row_weight, lse = ctx.saved_tensors
         upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
-        needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
-        return None, *_row_gradients(Arrays(*saved), ctx.options, upstream, lse, needs_grad)
+        needs_grad, into = NeedsGrad(*ctx.needs_input_grad[1:]), ctx.adds.grad_into
+        return None, *_row_gradients(Arrays(*saved), ctx.options, upstream, lse, needs_grad, into)
 
 
 class RowLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: tuple[Arrays, Options, NeedsGrad], *_: Tensor | None
+        ctx: Any, call: tuple[Arrays, Options, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, options, needs_grad = call
-        if is_eager(arrays):
-            found = run_log_probs(*call)
+        arrays, options, needs_grad, grad_into = call
+        ctx.adds = AddsOnce(grad_into, assumes_one=False)
+        if is_eager(arrays) or grad_into is not None:
+            found = run_log_probs(arrays, options, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_log_probs(arrays, options, needs_grad)
@@ -261,21 +218,17 @@ class RowLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, d_log_prob: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
+        ctx.adds.check(d_log_prob)
         *saved, entropy, lse, row_weight = ctx.saved_tensors
         arrays, options, needs_grad = Arrays(*saved), ctx.options, NeedsGrad(*ctx.needs_input_grad[1:])
+        into = ctx.adds.grad_into
         if d_entropy is None and d_lse is None:
             if d_log_prob is None:
                 return None, None, None, None
             upstream = torch.where(row_weight != 0, -d_log_prob, 0.0)  # of the negative log-likelihood
-            return None, *_row_gradients(arrays, options, upstream, lse, needs_grad)
-        d_log_prob, d_entropy, d_lse = (
-            torch.zeros_like(lse) if one is None else one for one in (d_log_prob, d_entropy, d_lse)
-        )
-        row_weight = torch.where((d_log_prob != 0) | (d_entropy != 0) | (d_lse != 0), row_weight, 0.0)
-        coefficients = row_math.log_prob_coefficients(
-            entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
-        )
-        return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+            return None, *_row_gradients(arrays, options, upstream, lse, needs_grad, into)
+        cotangents = d_log_prob, d_entropy, d_lse
+        return None, *log_prob_gradients(arrays, options, entropy, lse, row_weight, cotangents, needs_grad, into)
 
 
 def _only_first_differentiable(ctx: Any, found: Losses) -> None:
@@ -286,10 +239,12 @@ def _only_first_differentiable(ctx: Any, found: Losses) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _row_gradients(arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def _row_gradients(
+    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad, grad_into: Tensor | None
+) -> Gradients:
     """Plan C's backward pass for losses of rows: the gradients of their sum, each multiplied by `upstream`."""
-    if is_eager(arrays):
-        return run_row_gradients(arrays, options, upstream, lse, needs_grad)
+    if is_eager(arrays) or grad_into is not None:
+        return run_row_gradients(arrays, options, upstream, lse, needs_grad, grad_into)
     found = torch.ops.linear_ce.row_gradients(*arrays, *options, upstream, lse, *needs_grad)
     return _in_place(Gradients, found, needs_grad)
 
@@ -301,12 +256,32 @@ def _gradients(
     lse: Tensor,
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
+    grad_into: Tensor | None,
 ) -> Gradients:
     """Plan C's backward pass for any coefficients: the gradients for the rows' `row_math.Coefficients`."""
-    if is_eager(arrays):
-        return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+    if is_eager(arrays) or grad_into is not None:
+        return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad, grad_into)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
     return _in_place(Gradients, found, needs_grad)
+
+
+def log_prob_gradients(
+    arrays: Arrays,
+    options: Options,
+    entropy: Tensor,
+    lse: Tensor,
+    row_weight: Tensor,
+    cotangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    needs_grad: NeedsGrad,
+    grad_into: Tensor | None = None,
+) -> Gradients:
+    """Plan C's backward pass for the cotangents of log_prob, entropy and lse, (N,) each."""
+    d_log_prob, d_entropy, d_lse = (torch.zeros_like(lse) if one is None else one for one in cotangents)
+    row_weight = torch.where((d_log_prob != 0) | (d_entropy != 0) | (d_lse != 0), row_weight, 0.0)
+    coefficients = row_math.log_prob_coefficients(
+        entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
+    )
+    return _gradients(arrays, options, row_weight, lse, coefficients, needs_grad, grad_into)
 
 
 PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
@@ -388,23 +363,30 @@ def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: 
 
 
 def run_loss_and_gradients(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    statistics: int,
+    reduce: bool,
+    needs_grad: NeedsGrad,
+    grad_into: Tensor | None = None,
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the losses, the gradients of the sum of the rows' losses, and the scales of the gradients.
 
     For float16 the gradients are multiplied by powers of two. The scales (2,) are those of d_input and of the head's
-    gradients. They are None for other dtypes.
+    gradients. They are None for other dtypes, and with `grad_into`, whose gradients are final.
     """
 
     def run() -> tuple[Any, ...]:
         row_weight = compute_row_weights(arrays, weights, options)
         loss, found, gradients, scales = plan_a(
-            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=reduce
+            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=reduce, grad_into=grad_into
         )
         kept = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
         return *kept, *gradients, scales
 
-    results = _recorded(("loss_and_gradients", needs_grad, statistics, reduce), arrays, weights, options, run)
+    key = "loss_and_gradients", needs_grad, statistics, reduce
+    results = _recorded(key, arrays, weights, options, run, grad_into)
     return Losses(*results[:-4]), Gradients(*results[-4:-1]), results[-1]
 
 
@@ -417,17 +399,25 @@ def plan_a(
     statistics: int,
     reduce: bool,
     hook: TokenHook | None = None,
+    grad_into: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients, Tensor | None]:
     """Runs plan A. Returns the loss, () with `reduce`, the statistics, the gradients and their scales."""
-    vectors = 0 if hook is None else hook.bytes
-    stage: Stage = "loss_and_gradients"
-    problem = _problem(stage, arrays, options, row_weight, needs_grad, statistics=statistics, vectors=vectors)
+    problem = _problem(
+        "loss_and_gradients",
+        arrays,
+        options,
+        row_weight,
+        needs_grad,
+        statistics=statistics,
+        vectors=0 if hook is None else hook.bytes,
+        grad_into=grad_into,
+    )
     plan, pair = plan_of(problem), None
-    with _library_settings(plan, arrays.input):
+    with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
         else:
-            if arrays.input.dtype == torch.float16:
+            if arrays.input.dtype == torch.float16 and grad_into is None:
                 pair = row_math.saved_scales(row_weight)
             loss, found, gradients = chunked.loss_and_gradients(
                 _tiles(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
@@ -465,7 +455,7 @@ def plan_b(
     stage: Stage = "statistics" if statistics & BY_ROW else "losses"
     problem = _problem(stage, arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors)
     plan = plan_of(problem)
-    with _library_settings(plan, arrays.input):
+    with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
         else:
@@ -509,11 +499,17 @@ def _losses_there(*, statistics: int, backward: bool) -> tuple[bool, ...]:
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: int, reduce: bool, hook: TokenHook | None = None
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: int,
+    reduce: bool,
+    hook: TokenHook | None = None,
+    d_input: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)
 
 
 def _recorded(
@@ -522,13 +518,14 @@ def _recorded(
     weights: TokenWeights,
     options: Options,
     run: Callable[[], tuple[Any, ...]],
+    grad_into: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed."""
     if options.implementation == "chunked" or not arrays.input.is_cuda or _modes():
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 
-    return replay.call((key, options), arrays.input.device, (*arrays, *weights), run)
+    return replay.call((key, options), arrays.input.device, (*arrays, *weights, grad_into), run)
 
 
 def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
@@ -536,40 +533,50 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
     row_weight = compute_row_weights(arrays, TokenWeights(None, None), options)
     if any(needs_grad):  # raises if the backward pass could not run
         _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
-    statistics = LSE | ENTROPY | BY_ROW
-    problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics)
-    plan = plan_of(problem)
-    with _library_settings(plan, arrays.input):
-        if plan.path == "scaled_exp":  # the row weights are 1, so the losses are negative log-likelihoods
-            nll, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=False)
-        else:
-            found = chunked.row_statistics(_tiles(plan), problem, plan.chunk_config, statistics)
-            nll = found.nll
+    # The row weights are 1, so the losses are negative log-likelihoods.
+    nll, found = plan_b(arrays, options, row_weight, statistics=OF_LOG_PROBS, reduce=False)
     assert found.entropy is not None
-    assert nll is not None
     log_prob = 0.0 - nll  # never -0.0
     return LogProbs(log_prob, found.entropy, found.lse, row_weight if any(needs_grad) else None)
 
 
 def run_row_gradients(
-    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad
+    arrays: Arrays,
+    options: Options,
+    upstream: Tensor,
+    lse: Tensor,
+    needs_grad: NeedsGrad,
+    grad_into: Tensor | None = None,
 ) -> Gradients:
     """Plan C's backward pass for losses of rows. Where plan A with scaled exponentials can run, it runs again, with
     `upstream` as the row weights: it computes the logits once and stores exponentials in place of d_logits."""
 
-    def run() -> tuple[Tensor | None, ...]:
-        problem = _problem("row_gradients", arrays, options, upstream, needs_grad)
-        plan = plan_of(problem)
-        with _library_settings(plan, arrays.input):
-            if plan.path == "scaled_exp":
-                return _scaled_exp(problem, needs_grad, statistics=False, reduce=False)[2]
-            coefficients = row_math.loss_coefficients(
-                problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
-            )
-            return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    def run() -> Gradients:
+        return plan_c(arrays, options, upstream, lse, needs_grad, None, grad_into)
 
     weights = TokenWeights(upstream, lse)
-    return Gradients(*_recorded(("row_gradients", needs_grad), arrays, weights, options, run))
+    return Gradients(*_recorded(("row_gradients", needs_grad), arrays, weights, options, run, grad_into))
+
+
+def plan_c(
+    arrays: Arrays,
+    options: Options,
+    upstream: Tensor,
+    lse: Tensor,
+    needs_grad: NeedsGrad,
+    d_input: Tensor | None,
+    grad_into: Tensor | None = None,
+) -> Gradients:
+    """Runs plan C's backward pass for losses of rows. Writes d_input to `d_input` if that is not None."""
+    problem = _problem("row_gradients", arrays, options, upstream, needs_grad, grad_into=grad_into)
+    plan = plan_of(problem)
+    with library_settings(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            return _scaled_exp(problem, needs_grad, statistics=0, reduce=False, d_input=d_input)[2]
+        coefficients = row_math.loss_coefficients(
+            problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
+        )
+        return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad, d_input)
 
 
 def run_gradients(
@@ -579,11 +586,13 @@ def run_gradients(
     lse: Tensor,
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
+    grad_into: Tensor | None = None,
 ) -> Gradients:
     """Plan C's backward pass."""
-    problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=coefficients.beta is not None)
+    entropy = coefficients.beta is not None
+    problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=entropy, grad_into=grad_into)
     plan = plan_of(problem)
-    with _library_settings(plan, arrays.input):
+    with library_settings(plan, arrays.input):
         coefficients = coefficients.map(Tensor.contiguous)
         return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
 
@@ -598,13 +607,16 @@ def _problem(
     statistics: int = 0,
     entropy: bool = False,
     vectors: int = 0,
+    grad_into: Tensor | None = None,
 ) -> Problem:
     """Returns the problem of a call with its plan. Kernels need contiguous vectors, so strided ones are copied.
 
     `vectors`: bytes of other vectors of the call, which are part of its workspace.
     """
-    if statistics & OF_LOGITS & ~MAX:
-        vectors += 8 * len(row_weight) * (1 + planes(statistics))
+    # Both passes over saved rows have the same chunks, and the second does not know what the first computed.
+    counted = ENTROPY if stage == "saved_rows" else statistics
+    if counted & OF_LOGITS & ~MAX:
+        vectors += 8 * len(row_weight) * (1 + planes(counted))
     copied, named = vectors, {**arrays._asdict(), "row_weight": row_weight}
     if options.implementation != "chunked":
         for name in ("linear_bias", "target", "row_weight", "class_weight"):
@@ -612,7 +624,7 @@ def _problem(
             if vector is not None and not vector.is_contiguous():
                 named[name] = vector.contiguous()
                 copied += named[name].nbytes
-    problem = Problem(**named, spec=options.spec(), classes=options.vocab_size)
+    problem = Problem(**named, spec=options.spec(), classes=options.vocab_size, grad_into=grad_into)
     plan = plan_for(
         problem,
         stage,
@@ -662,6 +674,8 @@ def plan_for(
         memory_budget=memory_budget,
         implementation=implementation,
         device=device,
+        grad_into=problem.grad_into is not None,
+        splits_head=problem.spec.splits_head,
     )
     return make_plan(key)
 
@@ -679,19 +693,6 @@ def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
     return KERNEL_TILES
 
 
-@cache
-def triton_obstacle(device: torch.device) -> str | None:
-    """Returns why the Triton kernels do not run on a device, or None."""
-    if device.type != "cuda":
-        return f"no kernel for {device.type} devices"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the kernels need compute capability 8.0, the device has {major}.{minor}"
-    return None
-
-
 def is_eager(arrays: Arrays) -> bool:
     """Whether the arrays are plain tensors and no dispatch mode is active."""
     plain = (Tensor, torch.nn.Parameter)
@@ -700,34 +701,6 @@ def is_eager(arrays: Arrays) -> bool:
 
 def _modes() -> int:
     return torch._C._len_torch_dispatch_stack()
-
-
-def _library_settings(plan: ExecutionPlan, input: Tensor) -> Any:
-    """Returns a context in which PyTorch's matmuls use the dtypes of their operands and accumulate in float32.
-
-    It disables autocast. It also disables reduced-precision reductions: by default PyTorch lets cuBLAS add the parts of
-    a split GEMM in 16 bits. The input's GPU is current, so that kernels between the matmuls are launched there.
-    """
-    if not plan.uses_library:
-        return nullcontext()
-    if plan.path == "chunked":
-        return _exact_matmuls(input, nullcontext())
-    from core_triton.launch import on_device  # Triton is not on every machine that has PyTorch
-
-    return _exact_matmuls(input, on_device(input.device))
-
-
-@contextmanager
-def _exact_matmuls(input: Tensor, device: Any) -> Iterator[None]:
-    switches = torch.backends.cuda.matmul
-    before = switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction
-    kind = "cpu" if input.device.type == "meta" else input.device.type  # autocast does not support the meta device
-    try:
-        switches.allow_bf16_reduced_precision_reduction = switches.allow_fp16_reduced_precision_reduction = False
-        with torch.autocast(kind, enabled=False), device:
-            yield
-    finally:
-        switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
 
 
 # Calls of operators, which return a list of the results that are not None.

@@ -12,12 +12,12 @@ from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 
 Path = Literal["scaled_exp", "recompute", "stored_logits", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "row_gradients", "gradients"]
+Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
@@ -80,6 +80,8 @@ class PlanKey(NamedTuple):
     memory_budget: int
     implementation: str
     device: DeviceInfo
+    grad_into: bool = False  # d_weight is added to a float32 tensor of the caller
+    splits_head: bool = False  # into two matrices of the input's dtype
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class ExecutionPlan:
             and classes as `tile`.
         chunks: the rows of a chunk, and what depends on them.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
-            kernels can read.
+            kernels can read. A copy of a split head has both parts in a row.
         d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
         holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
@@ -109,8 +111,9 @@ class ExecutionPlan:
             that of d_input `DInputTiling.programs`.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" are computed.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
+        saved: which rows of the call the forward pass saves for the backward pass; None if no row.
     """
 
     implementation: str
@@ -131,6 +134,7 @@ class ExecutionPlan:
     memory_budget: int
     matmuls: tuple[str, ...]
     smooths: bool = False
+    saved: SavedRowCount | None = None
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -166,10 +170,12 @@ class ExecutionPlan:
             rows=self.chunks.rows,
             tokens=self.tokens,
             casts_head=self.casts_head,
-            matmuls={name: ours[name] for name in self.matmuls},
+            matmuls={name: ours[name.split()[0]] for name in self.matmuls},
             library="cuBLAS" if self.path != "chunked" else "PyTorch",
             workspace=self.chunks.bytes,
             budget=self.memory_budget,
+            saved=self.saved,
+            saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
         )
 
 
@@ -184,17 +190,26 @@ def smoothing_is_linear(key: PlanKey) -> bool:
 COPIES = 3  # copies of the head that a chunk usually makes where it must be cast: logits, their repair and d_input
 
 
+def matmuls_of(key: PlanKey) -> tuple[str, ...]:
+    """Returns the names of the matmuls of a call. A split head takes two where it is an operand."""
+    names = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
+    if not key.splits_head:
+        return names
+    return tuple(one for name in names for one in ([name] if name == "d_weight" else [f"{name} high", f"{name} low"]))
+
+
 @lru_cache(maxsize=4096)
 def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
 
     Raises:
-        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
+        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
         return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
+    matmuls = matmuls_of(key)
     if key.implementation == "chunked":
         chunks = choose_chunked(
             tokens=tokens,
@@ -202,13 +217,16 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             classes=key.classes,
             itemsize=x.itemsize,
             weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage == "loss_and_gradients",
+            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+            saves=key.stage == "saved_rows",
             float16=x.dtype == "float16",
             softcap=key.softcap,
             entropy=key.entropy,
             d_input=key.d_input,
-            d_weight=key.d_weight,
+            d_weight=key.d_weight and key.stage != "saved_rows",
             upcasts=x.dtype != "float32" and key.device.type != "cuda",
+            grad_into=key.grad_into,
+            splits_head=key.splits_head,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
@@ -221,7 +239,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             tokens=tokens,
             hidden=hidden,
             classes=key.classes,
-            stores=key.stage == "loss_and_gradients",
+            stores=key.stage in ("loss_and_gradients", "saved_rows"),
             d_input=key.d_input,
             second=key.d_input or key.d_weight or key.d_bias,
             copies_head=not w.gemm_compatible(),
@@ -241,22 +259,28 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
     # Otherwise Triton would compile them to other instructions (wgmma) on a newer GPU.
     arch = "sm80" if pointers and key.device.capability >= 90 and key.device.type == "cuda" else None
-    tile = tile_config.choose_tile(capability, hidden)
+    width = hidden * (1 + key.splits_head)  # of the operands of the logits
+    tile = tile_config.choose_tile(capability, width)
     casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)
     needs_grad = key.d_input or key.d_weight or key.d_bias
-    padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
+    padded_hidden = tile_config.padded_hidden(width, x.itemsize)
     if pointers and padded_hidden >= tile_config.MAX_STRIDE:
         raise ValueError(f"input must have fewer than {tile_config.MAX_STRIDE} columns on this GPU, got {hidden}")
     scaled_exp = (not key.label_smoothing or smoothing_is_linear(key)) and (
         key.stage == "losses"
         or (
             # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
-            key.stage in ("loss_and_gradients", "statistics")
+            key.stage in ("loss_and_gradients", "saved_rows", "statistics")
             and x.dtype == "bfloat16"
             # Rows of exponentials would be too long for the kernels' int32 offsets.
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )
     )
+    if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
+        raise ValueError(
+            f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and "
+            f"{key.classes} classes, the kernels have no exponentials that an upstream gradient is a factor of"
+        )
     if scaled_exp:
         # Triton's interpreter, which runs the kernels on other devices, cannot run those in Gluon.
         ampere = pointers and key.device.type == "cuda"
@@ -264,8 +288,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         tiling = None
         if (hopper or ampere) and not casts_head:
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
-        d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
-        holds_rows = key.d_input and padded_hidden == hidden
+        d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden and not key.grad_into
+        holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
@@ -273,7 +297,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 hidden=padded_hidden,
                 classes=key.classes,
                 d_input=key.d_input,
-                d_weight=key.d_weight,
+                d_weight=key.d_weight and key.stage != "saved_rows",
                 d_weight_kernel=d_weight_kernel,
                 adds_in_l2=d_weight_kernel and hopper,
                 block_v=tile.block_v,
@@ -292,11 +316,14 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             itemsize=x.itemsize,
             block_v=tile.block_v,
             stores=needs_grad,
+            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             d_input=key.d_input,
             holds=holds_rows,
             needs_cast=casts_head,
-            statistics=key.statistics,
+            # Both passes have the chunks of saved rows, and the second does not know what the first computed.
+            statistics=1 if key.stage == "saved_rows" else key.statistics,
             tiling=tiling,
+            splits_head=key.splits_head,
             copied=key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes),
             call=call,
             budget=key.memory_budget,
@@ -317,8 +344,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,
-        head_copies=casts_head + (w.dtype != x.dtype and padded_hidden != hidden),
-        needs_row_cast=padded_hidden != hidden or not x.tma_compatible(by_row=True, pointers=pointers),
+        splits_head=key.splits_head,
+        head_copies=casts_head + (w.dtype != x.dtype and padded_hidden != width),
+        needs_row_cast=padded_hidden != width or not x.tma_compatible(by_row=True, pointers=pointers),
         copied=key.copied_bytes,
         budget=key.memory_budget,
     )

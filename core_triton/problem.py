@@ -28,6 +28,7 @@ class Problem:
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
         plan: how the call runs; None in tests that call the functions of `chunked` directly.
+        grad_into: (V, D) float32, contiguous: d_weight is added to it, in place of a result; or None.
     """
 
     input: Tensor
@@ -40,11 +41,21 @@ class Problem:
     classes: int
     vocab_offset: int = 0
     plan: ExecutionPlan | None = None
+    grad_into: Tensor | None = None
 
     @property
     def local_classes(self) -> int:
         """How many rows of linear_weight are classes. The other rows are padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
+
+    def operand_of(self, vocab_chunk: slice) -> Tensor:
+        """Returns a vocabulary chunk of the head as an operand of matmuls: (v, D), or (v, 2D) if the head is split."""
+        w, dtype = self.linear_weight[vocab_chunk], self.input.dtype
+        return operand(halves(w, dtype) if self.spec.splits_head else w, dtype)
+
+    def beside_head(self, x: Tensor) -> Tensor:
+        """Returns rows (n, D) as an operand of the logits' matmul with `operand_of`: (n, 2D) if the head is split."""
+        return torch.cat([x, x], 1) if self.spec.splits_head else x
 
     def chunks(self, size: int) -> Iterator[slice]:
         tokens = self.input.shape[0]
@@ -95,8 +106,11 @@ class Gradients(NamedTuple):
     """The gradients of a call; None for those that are not computed."""
 
     d_input: Tensor | None  # (N, D), input's dtype
-    d_weight: Tensor | None  # (V, D), linear_weight's dtype
+    d_weight: Tensor | None  # (V, D), linear_weight's dtype; None if it was added to `Problem.grad_into`
     d_bias: Tensor | None  # (V,), linear_bias's dtype
+
+
+NOTHING_COMPUTED = Gradients(None, None, None)
 
 
 class NeedsGrad(NamedTuple):
@@ -108,6 +122,25 @@ class NeedsGrad(NamedTuple):
 
 
 NO_GRADIENTS = NeedsGrad(False, False, False)
+
+
+class SavedRows(NamedTuple):
+    """What a forward pass keeps of the first S rows of a call, whose upstream gradients it does not know: MATH.md (41).
+
+    Fields are None if not needed. The last four are in the order of the packed rows (`scaled_exp.PackedRows`), and None
+    if the rows are not packed.
+    """
+
+    e: Tensor | None  # (S, K or more), input's dtype: the exponentials F, or d_logits for an upstream gradient of 1
+    unit_d_input: Tensor | None  # (S, D), input's dtype, for an upstream gradient of 1
+    rho: Tensor | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
+    theta: Tensor | None  # (S,) float32, the targets' terms, for an upstream gradient of 1
+    packed_target: Tensor | None  # (S,) int64
+    order: Tensor | None  # (S,) int64
+    count: Tensor | None  # () int32
+
+
+NOTHING_SAVED = SavedRows(*[None] * 7)
 
 
 def float32_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -131,6 +164,16 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         torch.addmm(total, a, b, out=total)
 
 
+def halves(w: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """Returns a float32 matrix (v, D) as the sum of two of another dtype, (v, 2D): the matrix rounded, and what is left
+    rounded: MATH.md (39). Writes them to `into` if not None."""
+    hidden = w.shape[1]
+    both = w.new_empty((len(w), 2 * hidden), dtype=dtype) if into is None else into
+    both[:, :hidden] = w
+    torch.sub(w, both[:, :hidden], out=both[:, hidden : 2 * hidden])
+    return both
+
+
 def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `tensor` rounded to `dtype`, as an operand of matmuls. On devices other than CUDA the operand is
     float32."""
@@ -139,25 +182,41 @@ def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ClassSum:
-    """A gradient of the head, summed over chunks: in a separate float32 buffer if `float32_sum`, else in the result."""
+    """A gradient of the head, summed over chunks: in a separate float32 buffer if `float32_sum`, else in the result.
+    With `into` it is added to that float32 tensor, and there is no result."""
 
-    def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
-        self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
+    def __init__(
+        self,
+        like: Tensor,
+        classes: int,
+        *,
+        float32_sum: bool,
+        into: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> None:
+        """With `total`, a gradient of other rows, the sum begins with it."""
+        self.adds = into is not None
+        total = into if total is None else total
+        if total is None:
+            total = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.total = total
+        self.sum = self.total[:classes].float() if float32_sum and into is None else self.total[:classes]
 
     def put(self, vocab_chunk: slice, summand: Tensor, *, first: bool) -> None:
-        if not first:
+        if self.adds or not first:
             summand += self.sum[vocab_chunk]
         self.sum[vocab_chunk] = summand
 
     def put_matmul(self, vocab_chunk: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
         """Adds scale * a @ b."""
         if scale is None:
-            add_matmul(self.sum[vocab_chunk], a, b, first=first)
+            add_matmul(self.sum[vocab_chunk], a, b, first=first and not self.adds)
         else:
             self.put(vocab_chunk, float32_matmul(a, b).mul_(scale), first=first)
 
-    def result(self, *, empty: bool) -> Tensor:
+    def result(self, *, empty: bool) -> Tensor | None:
+        if self.adds:
+            return None
         if empty:
             return self.total.zero_()
         if self.sum.dtype != self.total.dtype:
@@ -171,14 +230,30 @@ class GradientSums:
     """The gradients of a call while its chunks add to them."""
 
     def __init__(
-        self, x: Tensor, w: Tensor, b: Tensor | None, classes: int, needs_grad: NeedsGrad, *, float32_sum: bool
+        self,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        classes: int,
+        needs_grad: NeedsGrad,
+        *,
+        float32_sum: bool,
+        d_input: Tensor | None = None,
+        others: Gradients = NOTHING_COMPUTED,
+        grad_into: Tensor | None = None,
     ) -> None:
-        self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
-        self.d_weight = ClassSum(w, classes, float32_sum=float32_sum) if needs_grad.d_weight else None
+        """`d_input`: where d_input is written, if not to a new tensor. `others`: gradients of the head by other rows,
+        to which those of these rows are added."""
+        self.d_input = d_input
+        if needs_grad.d_input and d_input is None:
+            self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.d_weight = None
+        if needs_grad.d_weight:
+            self.d_weight = ClassSum(w, classes, float32_sum=float32_sum, into=grad_into, total=others.d_weight)
         self.d_bias = None
         if needs_grad.d_bias:
             assert b is not None
-            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
+            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32, total=others.d_bias)
 
     def result(self, *, empty: bool) -> Gradients:
         return Gradients(

@@ -488,11 +488,13 @@ def d_input_kernel(
     weight_stride,
     weight_stride_d,
     BLOCK_D: tl.constexpr,
+    SPLITS_HEAD: tl.constexpr = False,
 ):
     """Writes d_input = rho * e_w + theta * weight[target], rounded once, where row_weight is not 0: (32).
 
     One program owns BLOCK_D columns of a row. Reads e_w = e @ weight (rows, D) float32, rho and theta (rows,), weight
-    (V, D), and row (rows,) int64: which row of d_input (N, D) a row is.
+    (V, D), which it rounds to d_input's dtype unless SPLITS_HEAD, and row (rows,) int64: which row of d_input (N, D) a
+    row is.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
@@ -501,7 +503,9 @@ def d_input_kernel(
     e_w = tl.load(e_w_ptr + row * hidden + columns, mask=inside, other=0.0)
     is_class = (target >= 0) & (target < classes)
     w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside & is_class, other=0.0)
-    w = w.to(d_input_ptr.dtype.element_ty).to(tl.float32)
+    if not SPLITS_HEAD:
+        w = w.to(d_input_ptr.dtype.element_ty)
+    w = w.to(tl.float32)
     result = tl.where(is_class, rho * e_w + theta * w, rho)  # not a class: rho is NaN
     if tl.load(row_weight_ptr + row) != 0:
         out = tl.load(row_ptr + row)
@@ -537,6 +541,7 @@ def finish_d_input(
         problem.classes,
         *w.stride(),
         BLOCK_D=block,
+        **({"SPLITS_HEAD": True} if problem.spec.splits_head else {}),
         num_warps=4,
     )
 

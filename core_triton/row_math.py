@@ -290,6 +290,18 @@ def split_exponents(coefficients: Coefficients, class_weight: Tensor | None) -> 
     return coefficients.map(lambda c: torch.ldexp(c, -exponent)), exponent
 
 
+def exponent_of(factor: Tensor) -> Tensor:
+    """Returns the exponent of the largest magnitude in `factor` (n,), () int32: with it removed, all are below 1."""
+    magnitude = torch.where(factor.isfinite(), factor.abs(), 0.0).amax()
+    return torch.where(magnitude > 0, torch.frexp(magnitude).exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT), 0)
+
+
+def finite(lse: Tensor, coefficients: Coefficients) -> Tensor:
+    """Returns for which rows (n,) all numbers of (23) are finite."""
+    numbers = lse, coefficients.alpha, coefficients.tau, coefficients.sigma
+    return torch.stack([number.isfinite() for number in numbers if number is not None]).all(0)
+
+
 def _is_class(target: Tensor, classes: int) -> Tensor:
     return (target >= 0) & (target < classes)
 

@@ -65,7 +65,7 @@ def finish_statistics_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Writes the statistics of packed rows, (N,) each, at the rows row (rows,) int64 of the call: (39), (40).
+    """Writes the statistics of packed rows, (N,) each, at the rows row (rows,) int64 of the call: (43), (44).
 
     Reads sum (class blocks, rows), and what `kernels.store_statistics` writes, (class blocks, statistics, rows). Class
     blocks have block_width classes. The results are 0 for rows of row_weight 0. One program owns BLOCK_N rows.
@@ -95,8 +95,17 @@ def finish_statistics_kernel(
             at += rows
         at += rows
     if ENTROPY & STATISTICS:
-        exp_log = column_sums(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T)
-        entropy = (tl.log2(total) - exp_log / total) * LN_2
+        # An integer near log2(total) is subtracted first. Otherwise both terms are as large as the negative
+        # log-likelihood of the target.
+        shift = tl.minimum(tl.maximum(tl.floor(tl.log2(total)), -64.0), 64.0)
+        exp_log = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        for start in range(0, class_blocks, BLOCK_T):
+            blocks = start + tl.arange(0, BLOCK_T)
+            mask = (blocks < class_blocks)[:, None] & inside[None, :]
+            block = blocks.to(tl.int64)[:, None]
+            part = tl.load(sum_ptr + block * rows + row_ids[None, :], mask=mask, other=0.0)
+            exp_log += tl.load(at + block * stride + row_ids[None, :], mask=mask, other=0.0) - shift[None, :] * part
+        entropy = (tl.log2(total * tl.exp2(-shift)) - tl.sum(exp_log, 0) / total) * LN_2
         tl.store(entropy_out_ptr + out, tl.where(contributes, entropy, 0.0), mask=inside)
         at += rows
     if LOGIT_SUM & STATISTICS:
@@ -169,7 +178,7 @@ def merge_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """Merges what `kernels.statistics_kernel` writes over class blocks of block_width classes into the first row of
-    each array: (26), (39). Writes argmax (rows,) int64 and sum_squared (rows,) if they are in STATISTICS. One program
+    each array: (26), (43). Writes argmax (rows,) int64 and sum_squared (rows,) if they are in STATISTICS. One program
     owns BLOCK_N rows."""
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows

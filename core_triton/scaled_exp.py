@@ -37,12 +37,24 @@ from core_triton import (
     kernels,
     row_kernels,
     row_statistics,
+    saved_kernels,
     target_grad,
     tile_config,
 )
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
-from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
+from core_triton.problem import (
+    NOTHING_SAVED,
+    ClassSum,
+    Gradients,
+    NeedsGrad,
+    Problem,
+    SavedRows,
+    add_matmul,
+    halves,
+    operand,
+    plan_of,
+)
 from core_triton.row_math import RowStatistics
 from core_triton.row_statistics import LogitStatistics
 from core_triton.smoothing import Smoothing
@@ -131,7 +143,13 @@ def _half_tiles(problem: Problem, rows: int) -> int:
 
 
 def scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: int, reduce: bool = False, hook: TokenHook | None = None
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: int,
+    reduce: bool = False,
+    hook: TokenHook | None = None,
+    d_input: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
@@ -142,6 +160,7 @@ def scaled_exp(
     Args:
         statistics: of `linear_ce.statistics`.
         hook: a token loss in place of the cross-entropy, for plan A without class weights and z-loss.
+        d_input: where d_input is written, if not to a new tensor.
 
     Returns:
         The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with those of
@@ -149,12 +168,93 @@ def scaled_exp(
         lse and the target logit are 0 in rows whose gradients are 0.
     """
     with on_device(problem.input.device):
-        return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+        return _run(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)[1:]
 
 
-def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: int, reduce: bool, hook: TokenHook | None
-) -> tuple[Tensor, RowStatistics, Gradients]:
+def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tuple[Tensor, RowStatistics, SavedRows]:
+    """Runs plan A for upstream gradients of 1, without the gradients of the head and without label smoothing.
+
+    Returns:
+        The weighted loss of each row (N,), the statistics, and what `saved_gradients` needs.
+    """
+    x, e = problem.input, None
+    if needs_grad.d_weight or needs_grad.d_bias:
+        e = x.new_empty((len(x), tile_config.padded(problem.classes)))
+    only_input = NeedsGrad(needs_grad.d_input, False, False)
+    with on_device(x.device):
+        rows, loss, found, gradients = _run(
+            problem,
+            only_input,
+            statistics=statistics,
+            reduce=False,
+            hook=None,
+            d_input=None,
+            saved_e=e,
+        )
+    saved = NOTHING_SAVED._replace(e=e, unit_d_input=gradients.d_input)
+    if e is not None:
+        saved = saved._replace(
+            rho=rows.rho, theta=rows.theta, packed_target=rows.target, order=rows.order, count=rows.count
+        )
+    return loss, found, saved
+
+
+def saved_gradients(
+    problem: Problem, saved: SavedRows, factor: Tensor, needs_grad: NeedsGrad, others: Gradients
+) -> Gradients:
+    """Returns the gradients of the head by saved rows, added to those by other rows: (42).
+
+    Args:
+        problem: that of `save_rows`.
+        factor: (N,) the upstream gradients, 0 in rows that do not contribute.
+    """
+    if saved.e is None or not (needs_grad.d_weight or needs_grad.d_bias):
+        return others
+    assert saved.order is not None
+    assert saved.count is not None
+    plan, x, b, classes = plan_of(problem), problem.input, problem.linear_bias, problem.classes
+    config, first = plan.scaled_exp_config, others.d_weight is None and others.d_bias is None
+    d_weight, d_bias = None, None
+    if needs_grad.d_weight:
+        d_weight = ClassSum(problem.linear_weight, classes, float32_sum=False, total=others.d_weight)
+    if needs_grad.d_bias:
+        d_bias = problem.row_weight.new_empty(classes) if others.d_bias is None else others.d_bias[:classes].float()
+    with on_device(x.device):
+        rows = saved_kernels.multiply_rows(saved, factor)
+        hidden = tile_config.padded_hidden(x.shape[1], x.itemsize)
+        scaled = (x.new_empty if hidden == x.shape[1] else x.new_zeros)((config.rows, hidden))
+        for chunk in problem.chunks(config.rows):
+            n, starts = chunk.stop - chunk.start, first and chunk.start == 0
+            e, chunk_x = saved.e[chunk, :classes], scaled[:n]
+            rho = At(rows.rho, chunk.start)
+            if d_weight is not None:
+                saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=rho)
+                active = Active(saved.count, chunk.start, int(starts))
+                _add_d_weight(problem, e, chunk_x, active, d_weight, first=starts)
+            if d_bias is not None:
+                row_kernels.add_class_sums(d_bias, e, rho, first=starts)
+        total = None if d_weight is None else d_weight.sum
+        found = target_grad.sort_by_target(rows.target, saved.order, rows.theta, saved.count, classes)
+        target_grad.add_targets(x, *found, saved.count, classes, d_weight=total, d_bias=d_bias)
+        if d_weight is not None and first and classes < len(d_weight.total):
+            row_kernels.zero(d_weight.total[classes:])
+        if d_bias is not None:
+            assert b is not None
+            d_bias = row_kernels.class_gradient(d_bias, b)
+    return Gradients(None, None if d_weight is None else d_weight.total, d_bias)
+
+
+def _run(
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: int,
+    reduce: bool,
+    hook: TokenHook | None,
+    d_input: Tensor | None,
+    saved_e: Tensor | None = None,
+) -> tuple[PackedRows, Tensor, RowStatistics, Gradients]:
+    """Runs `scaled_exp`. The exponentials of all rows go to `saved_e` (N, padded K) if that is not None."""
     plan = plan_of(problem)
     config = plan.scaled_exp_config
     smoothing = Smoothing.of(problem, config.head_rows)
@@ -162,13 +262,16 @@ def _scaled_exp(
         problem = smoothing.problem
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
-    d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
-    d_weight = ClassSum(w, classes, float32_sum=False) if needs_grad.d_weight else None
+    if needs_grad.d_input and d_input is None:
+        d_input = torch.empty_like(x, memory_format=torch.contiguous_format)
+    d_weight = ClassSum(w, classes, float32_sum=False, into=problem.grad_into) if needs_grad.d_weight else None
     d_bias = problem.row_weight.new_empty(classes) if needs_grad.d_bias else None
     if d_bias is not None and not tokens:
         d_bias.zero_()
     rows = pack_rows(problem, config.rows, statistics=statistics)
-    stored = x.new_empty((config.rows, tile_config.padded(classes))) if any(needs_grad) else None
+    stored = saved_e
+    if stored is None and any(needs_grad):
+        stored = x.new_empty((config.rows, tile_config.padded(classes)))
     scratch = problem.row_weight.new_empty(config.scratch)
     # The packed rows of the input, with zeros in rows that do not contribute, later multiplied by rho. They are in the
     # memory of d_input, or in a buffer of one chunk.
@@ -177,8 +280,9 @@ def _scaled_exp(
         held = d_input
         _pick(problem, rows, 0, tokens, held)
     else:
-        padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
-        held = (x.new_empty if padded_hidden == hidden else x.new_zeros)((config.rows, padded_hidden))
+        width = hidden * (1 + problem.spec.splits_head)
+        padded_hidden = tile_config.padded_hidden(width, x.itemsize)
+        held = (x.new_empty if padded_hidden == width else x.new_zeros)((config.rows, padded_hidden))
     gradient_rows = rows  # where the results go that are computed with the row weights of the gradients
     if hook is not None and statistics & ~BY_ROW:
         unused = torch.empty_like(rows.loss_out)
@@ -189,9 +293,15 @@ def _scaled_exp(
         chunk_x = held[chunk] if plan.holds_rows else held[:n]
         if not plan.holds_rows:
             _pick(problem, rows, start, n, chunk_x[:, :hidden])
-        e = None if stored is None else stored[:n, :classes]
+        if problem.spec.splits_head:  # a row again for the second half of the head
+            chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]
+        e = None
+        if stored is not None:
+            e = stored[:n, :classes] if saved_e is None else stored[chunk, :classes]
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
-        least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
+        least = int(first or saved_e is not None)
+        if (d_weight is not None or saved_e is not None) and not plan.d_weight_kernel:
+            least = n
         active = Active(rows.count, start, least)
         _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, active, statistics)
         row_weight = At(rows.row_weight, start)
@@ -203,6 +313,8 @@ def _scaled_exp(
         _finish_rows(problem, config, gradient_rows, chunk, scratch, row_weight=row_weight, e=e, x=scaled_x)
         if hook is None:
             _finish_statistics(problem, config, rows, chunk, scratch, statistics)
+        if saved_e is not None and e is not None:
+            saved_kernels.clear(e, At(rows.rho, start))
         if smoothing is not None:
             smoothing.add_to_rows(
                 n,
@@ -228,15 +340,16 @@ def _scaled_exp(
             smoothing.add_to_head(None if d_weight is None else d_weight.sum, d_bias)
     if smoothing is not None and d_input is not None and tokens:
         smoothing.add_to_input(d_input)
-    if d_weight is not None and not tokens:
-        d_weight.total.zero_()
-    elif d_weight is not None and classes < len(w):
-        row_kernels.zero(d_weight.total[classes:])
+    made_d_weight = None if d_weight is None or d_weight.adds else d_weight.total
+    if made_d_weight is not None and not tokens:
+        made_d_weight.zero_()
+    elif made_d_weight is not None and classes < len(w):
+        row_kernels.zero(made_d_weight[classes:])
     if d_bias is not None:
         assert b is not None
         same = (d_bias.shape, d_bias.dtype) == (b.shape, b.dtype)
         d_bias = d_bias if same else row_kernels.class_gradient(d_bias, b)
-    gradients = Gradients(d_input, None if d_weight is None else d_weight.total, d_bias)
+    gradients = Gradients(d_input, made_d_weight, d_bias)
     loss, row_weight = rows.loss_out, problem.row_weight
     if hook is not None:
         assert hook.gradient_weight is not None
@@ -247,7 +360,7 @@ def _scaled_exp(
     found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
     if rows.statistics_out is not None:
         found = found._replace(**rows.statistics_out._asdict())
-    return loss, found, gradients
+    return rows, loss, found, gradients
 
 
 def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
@@ -408,14 +521,14 @@ def _weights_of_token_loss(
     statistics: int,
 ) -> At:
     """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
-    assert hook.gradient_weight is not None
     # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
     ones = (rows.row_weight[chunk] != 0).float()
     _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None)
     _finish_statistics(problem, config, rows, chunk, scratch, statistics)
     order = rows.order[chunk]
-    hook.process(order, rows.loss_out[order])
-    return At(hook.gradient_weight[order], 0)
+    weight = hook.process(order, rows.loss_out[order])
+    assert weight is not None
+    return At(weight, 0)
 
 
 def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
@@ -423,8 +536,12 @@ def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
     plan, w, x = plan_of(problem), problem.linear_weight, problem.input
     if not plan.casts_head:
         return w if vocab_chunk.stop - vocab_chunk.start == len(w) else w[vocab_chunk]
-    copy = x.new_zeros((vocab_chunk.stop - vocab_chunk.start, tile_config.padded_hidden(w.shape[1], x.itemsize)))
-    copy[:, : w.shape[1]] = w[vocab_chunk]
+    hidden, splits = w.shape[1], problem.spec.splits_head
+    width = tile_config.padded_hidden(hidden * (1 + splits), x.itemsize)
+    copy = x.new_zeros((vocab_chunk.stop - vocab_chunk.start, width))
+    if splits:
+        return halves(w[vocab_chunk], x.dtype, copy)
+    copy[:, :hidden] = w[vocab_chunk]
     return copy
 
 
@@ -471,9 +588,10 @@ def _store_d_input(
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
         e_w = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
         for vocab_chunk in problem.vocab_chunks(config.head_rows):
-            # No name for the cast chunk of the head: it would stay alive until the next one exists.
-            e_chunk = operand(rows_of_e[:, vocab_chunk], e.dtype)
-            add_matmul(e_w, e_chunk, operand(problem.linear_weight[vocab_chunk], e.dtype), first=vocab_chunk.start == 0)
+            e_chunk, w = operand(rows_of_e[:, vocab_chunk], e.dtype), problem.operand_of(vocab_chunk)
+            for i, half in enumerate(w.split(hidden, 1)):  # of a split head, or all of another
+                add_matmul(e_w, e_chunk, half, first=vocab_chunk.start == i == 0)
+            del w, half  # else the chunk of the head stays alive until the next one exists
         row_kernels.finish_d_input(
             problem,
             e_w,

@@ -60,7 +60,8 @@ class Smoothing:
         mean_row = problem.row_weight.new_zeros(w.shape[1])
         for vocab_chunk in problem.vocab_chunks(head_rows):
             parts = operand(_in_two(weights[vocab_chunk], dtype), dtype)
-            mean_row += float32_matmul(parts, operand(w[vocab_chunk], dtype)).sum(0)
+            sums = float32_matmul(parts, problem.operand_of(vocab_chunk)).sum(0)
+            mean_row += sums.view(-1, len(mean_row)).sum(0)  # of both halves of a split head
         mean_bias = mean_row.new_zeros(()) if b is None else (weights * b[:classes].float()).sum() / classes
         mean_weight = weights.sum() / classes
         if class_weight is not None:

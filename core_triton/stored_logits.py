@@ -59,7 +59,7 @@ def statistics_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the statistics of one row of x @ w.T, (rows, V) float32, over these classes: (25), (39).
+    """Writes the statistics of one row of x @ w.T, (rows, V) float32, over these classes: (25), (43).
 
     Reads target (rows,) int64. Writes max, sum, weighted_sum, sum_exp_log, target_logit and sum_squared (rows,) float32
     and argmax (rows,) int64, those of them that are in STATISTICS, an int of `linear_ce.statistics`. target_logit is 0

@@ -236,11 +236,13 @@ def choose_scaled_exp(
     itemsize: int,
     block_v: int,
     stores: bool,
+    saves: bool = False,
     d_input: bool,
     holds: bool,
     needs_cast: bool,
     statistics: int,
     tiling: DInputTiling | None,
+    splits_head: bool = False,
     copied: int = 0,
     call: chunk_cost.Call | None = None,
     budget: int,
@@ -251,16 +253,18 @@ def choose_scaled_exp(
 
     Args:
         tokens: N.
-        hidden: D, padded to `padded_hidden`.
+        hidden: D, or with splits_head 2D, padded to `padded_hidden`.
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
         stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
+        saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         d_input: d_input is computed.
         holds: the memory of d_input holds the chunk's rows of the input.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: how many numbers besides the sums a kernel writes for each row and class block.
         tiling: of the kernel that computes d_input; None if cuBLAS computes it.
+        splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
         copied: bytes of the contiguous copies of strided vectors.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
@@ -278,6 +282,7 @@ def choose_scaled_exp(
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
     # `scaled_exp.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not full.
     fixed += (3 * -(-tokens // (ROW_BLOCK // 2)) + 2) * -(-classes // block_v)
+    in_workspace = stores and not saves
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
     @cache
@@ -288,7 +293,7 @@ def choose_scaled_exp(
 
     def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
         if tiling is None:
-            return hidden * (rows if needs_cast else min(rows, D_INPUT_ROWS))
+            return hidden // (1 + splits_head) * (rows if needs_cast else min(rows, D_INPUT_ROWS))
         sizes = {rows, tokens % rows or rows}
         partial_tiles = max(schedule_of(size, tile_rows, splits_tiles).partial_tiles for size in sizes)
         return partial_tiles * tile_rows * D_BLOCK
@@ -300,7 +305,8 @@ def choose_scaled_exp(
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * rows, d_input_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
-        size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
+        # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
+        size += rows * itemsize * (padded(classes) * in_workspace + hidden * (saves or not holds)) + 4 * scratch
         return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
@@ -329,7 +335,7 @@ def choose_scaled_exp(
             lambda rows: (config(rows, *choice) for choice in choices),
             tokens=tokens,
             least_rows=least_rows,
-            chunks=max(1, -(-tokens * itemsize * padded(classes) * stores // budget)),
+            chunks=max(1, -(-tokens * itemsize * padded(classes) * in_workspace // budget)),
             enough=enough,
             budget=budget,
             call=call,
@@ -386,6 +392,7 @@ def choose_recomputed(
     d_weight: bool,
     head_copies: int,
     needs_row_cast: bool,
+    splits_head: bool = False,
     copied: int = 0,
     budget: int,
 ) -> ChunkConfig:
@@ -393,7 +400,7 @@ def choose_recomputed(
 
     Args:
         tokens: N.
-        hidden: D, padded to `padded_hidden`.
+        hidden: D, or with splits_head 2D, padded to `padded_hidden`.
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
@@ -404,6 +411,7 @@ def choose_recomputed(
         head_copies: copies of a vocabulary chunk of the head: to the input's dtype, and to rows that the kernels can
             read.
         needs_row_cast: the input is copied, one chunk at a time, to rows that the kernels can read.
+        splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
         copied: bytes of the contiguous copies of strided vectors.
         budget: bytes.
 
@@ -416,6 +424,7 @@ def choose_recomputed(
     per_class = hidden * (itemsize * head_copies + 4 * (d_weight and float16)) + 32 * (second or head_copies > 0)
     copies = second + (second and float16 and d_weight) + needs_row_cast
     per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
+    per_row += splits_head * hidden * (itemsize + 2 * d_input)  # rows twice side by side; the sum of both d_input
     per_logit = itemsize * second
     fixed = 64 * tokens + 8 * classes + 4096 + copied
 

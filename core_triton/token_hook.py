@@ -4,6 +4,7 @@ A token loss f maps the log-probability of each target to a loss. Between the ma
 gradients, the statistics of a chunk's rows are complete, so its log-probabilities are known. `TokenHook.process` calls
 f on these n numbers and differentiates it. The gradients are then those of a negative log-likelihood whose row weights
 are -row_weight * f'(log_prob): MATH.md (35), (36). So the kernels of the gradients are those of the cross-entropy.
+Beside kernels, a named loss is one kernel too (`token_kernels.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from core_triton.token_losses import Named
 
 TokenLoss = Callable[..., Tensor]  # (log_prob, *per_token) -> loss, all (n,) float32
 
@@ -28,6 +31,7 @@ class TokenHook:
         d_logits: whether the gradients with respect to the logits are needed.
         d_per_token: which of the arguments are differentiated.
         log_prob: whether the log-probabilities are kept.
+        kernels: whether kernels can run where the arrays are.
     """
 
     def __init__(
@@ -39,8 +43,10 @@ class TokenHook:
         d_logits: bool,
         d_per_token: Sequence[bool],
         log_prob: bool = False,
+        kernels: bool,
     ) -> None:
         self.token_loss = token_loss
+        self.kernels = kernels
         self.per_token = per_token
         self.row_weight = row_weight
         self.loss = torch.empty_like(row_weight)  # (N,), times the row weight
@@ -56,8 +62,9 @@ class TokenHook:
         # Each argument and its derivative, selected and not; the same for log_prob; weights and conditions.
         return 4 * len(self.row_weight) * (12 + 4 * len(self.per_token))
 
-    def process(self, rows: slice | Tensor, nll: Tensor) -> None:
-        """Calls and differentiates the token loss on rows of the call, and writes their results.
+    def process(self, rows: slice | Tensor, nll: Tensor) -> Tensor | None:
+        """Calls and differentiates the token loss on rows of the call, and writes their results. Returns their weights
+        in the gradients (n,), if those are needed.
 
         Rows that do not contribute may hold any values. They are replaced by 0 before the call, and their results are
         0. Nothing multiplies them by 0.
@@ -66,6 +73,21 @@ class TokenHook:
             rows: which rows of the call, (n,) int64 if not a slice.
             nll: (n,) their negative log-likelihoods, NaN where the target is not a class.
         """
+        if self.log_prob is not None:
+            self.log_prob[rows] = log_prob_of(nll, self.row_weight[rows] != 0)
+        if self.kernels and isinstance(self.token_loss, Named):
+            from core_triton import token_kernels  # Triton is not on every machine that has PyTorch
+
+            return token_kernels.token_loss(
+                self.token_loss,
+                rows,
+                nll,
+                self.row_weight,
+                self.per_token,
+                loss=self.loss,
+                gradient_weight=self.gradient_weight,
+                d_per_token=self.d_per_token,
+            )
         row_weight = self.row_weight[rows]
         contributes = row_weight != 0
         log_prob = log_prob_of(nll, contributes)
@@ -74,12 +96,14 @@ class TokenHook:
         needs_grad = self.gradient_weight is not None, *(one is not None for one in self.d_per_token)
         loss, (d_log_prob, *d_values) = call_and_differentiate(self.token_loss, [log_prob, *values], needs_grad)
         self.loss[rows] = torch.where(contributes, kept * loss, 0.0)
-        if self.log_prob is not None:
-            self.log_prob[rows] = log_prob.detach()
-        gradients = None if d_log_prob is None else -d_log_prob, *d_values  # that of nll = -log_prob first
-        for result, gradient in zip((self.gradient_weight, *self.d_per_token), gradients, strict=True):
-            if result is not None and gradient is not None:
-                result[rows] = torch.where(contributes, kept * gradient, 0.0)
+        for result, derivative in zip(self.d_per_token, d_values, strict=True):
+            if result is not None and derivative is not None:
+                result[rows] = torch.where(contributes, kept * derivative, 0.0)
+        if self.gradient_weight is None or d_log_prob is None:
+            return None
+        weight = torch.where(contributes, kept * -d_log_prob, 0.0)  # of nll = -log_prob
+        self.gradient_weight[rows] = weight
+        return weight
 
 
 def log_prob_of(nll: Tensor, contributes: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core_triton import ops, row_math, token_hook
+from core_triton.grad_into import AddsOnce
 from core_triton.ops import Arrays, Factors, Losses, Options, TokenWeights
 from core_triton.problem import Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics, TokenStats
@@ -33,6 +34,7 @@ class TokenCall(NamedTuple):
     needs_grad: NeedsGrad
     d_per_token: Sequence[bool]  # which of per_token are differentiated
     stats: Sequence[bool]  # which fields of `TokenStats` are computed
+    grad_into: Tensor | None = None  # (V, D) float32 that d_weight is added to
 
 
 class TokenLossResults(NamedTuple):
@@ -52,11 +54,13 @@ def token_loss(
     function: TokenLoss,
     per_token: Sequence[Tensor],
     stats: Sequence[bool],
+    *,
+    grad_into: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
     """Returns the sum () of the weighted token losses: plan A, or plan B if no gradient of the logits is needed; and
     these fields of the statistics, (N,) each."""
     needs_grad, d_per_token = arrays.needs_grad(), which_need_grad(per_token)
-    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, stats)
+    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, grad_into)
     if torch.compiler.is_compiling():
         loss, *rest = dispatch(call)
         return loss, _stats_in_place(stats, rest)
@@ -74,15 +78,16 @@ def token_loss_rows(
     function: TokenLoss,
     per_token: Sequence[Tensor],
     stats: Sequence[bool],
+    *,
+    grad_into: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
     """Returns the weighted token loss of each row (N,), through the negative log-likelihood of each row, and the
     statistics (N,) with these names."""
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
-    found = ops.loss(
-        arrays, ones, options._replace(mean=False), statistics=statistics_for(stats) | BY_ROW, reduce=False
-    )
+    options, statistics = options._replace(mean=False), statistics_for(stats) | BY_ROW
+    found = ops.loss(arrays, ones, options, statistics=statistics, reduce=False, grad_into=grad_into)
     # Selected before the function, because its derivative may be NaN in other rows, and after it.
     values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
     log_prob = token_hook.log_prob_of(found.loss, contributes)
@@ -116,6 +121,7 @@ def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
 class TokenLossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TokenCall, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.adds = AddsOnce(call.grad_into, assumes_one=True)
         found = _run(call)
         ctx.memory_budget, ctx.dtypes = call.options.memory_budget, [one.dtype for one in call.per_token]
         ctx.save_for_backward(*found.gradients, found.scales, *found.d_per_token)
@@ -126,6 +132,7 @@ class TokenLossAndGradients(torch.autograd.Function):
     @staticmethod
     @ops.no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        ctx.adds.check(d_loss)
         if d_loss is None:
             return None, None, None, None, *(None for _ in ctx.dtypes)
         d_input, d_weight, d_bias, scales, *d_per_token = ctx.saved_tensors
@@ -139,7 +146,7 @@ class TokenLossAndGradients(torch.autograd.Function):
 
 def run_token_loss(call: TokenCall) -> TokenLossResults:
     """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
-    arrays, weights, options, function, per_token, needs_grad, d_per_token, stats = call
+    arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, grad_into = call
     statistics = statistics_for(stats) | BY_ROW
     row_weight = ops.compute_row_weights(arrays, weights, options)
     hook = TokenHook(
@@ -149,11 +156,12 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
         d_logits=any(needs_grad),
         d_per_token=d_per_token,
         log_prob=stats[0],
+        kernels=options.implementation != "chunked",
     )
     gradients, scales = Gradients(None, None, None), None
     if any(needs_grad):
         loss, found, gradients, scales = ops.plan_a(
-            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=True, hook=hook
+            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=True, hook=hook, grad_into=grad_into
         )
     else:
         ones = (row_weight != 0).float()  # the weighted loss of a row is then its negative log-likelihood
@@ -166,8 +174,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
 
 def dispatch(call: TokenCall) -> list[Tensor]:
     """Calls the operator. It returns the results that are not None, or above autograd the loss and the statistics."""
-    arrays, weights, options, function, per_token, *rest = call
-    needs_grad, d_per_token, stats = rest
+    arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, _ = call
     assert isinstance(function, Named), "an operator takes named losses only"
     return torch.ops.linear_ce.token_loss(
         *arrays, *weights, *options, *function, per_token, *needs_grad, d_per_token, stats
@@ -176,7 +183,7 @@ def dispatch(call: TokenCall) -> list[Tensor]:
 
 def _run(call: TokenCall) -> TokenLossResults:
     """Runs `run_token_loss`: through the operator if the arrays are not plain tensors and it can take the function."""
-    if ops.is_eager(call.arrays) or not isinstance(call.token_loss, Named):
+    if ops.is_eager(call.arrays) or call.grad_into is not None or not isinstance(call.token_loss, Named):
         return run_token_loss(call)
     with torch._C._AutoDispatchBelowAutograd():
         loss, *rest = dispatch(call)

@@ -4,6 +4,8 @@ budget.
 It determines speed and memory. It changes results only by rounding.
 """
 
+from dataclasses import replace
+
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 
@@ -20,6 +22,8 @@ def workspace_model(
     entropy: bool,
     d_input: bool,
     d_weight: bool,
+    grad_into: bool = False,
+    splits_head: bool = False,
 ) -> WorkspaceModel:
     """Counts what `chunked` allocates above inputs and gradients.
 
@@ -35,20 +39,24 @@ def workspace_model(
         entropy: the entropy is computed, or differentiated.
         d_input: d_input is computed.
         d_weight: d_weight is computed.
+        grad_into: d_weight is added to a float32 array of the caller.
+        splits_head: the head is the sum of two matrices of the input's dtype.
     """
     cast = itemsize * (weight_itemsize != itemsize)  # vocabulary chunk of the head in the input's dtype
-    per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
+    parts = 1 + splits_head
+    # Rows with the ignored ones zeroed, and again for each half of the head; statistics and coefficients.
+    per_row = hidden * itemsize * (1 + 2 * splits_head) + 128
     if keeps_logits:
         per_row += 4 * classes
     if d_input:
-        per_row += 8 * hidden  # float32 sum and one vocabulary chunk's matmul
+        per_row += 8 * hidden * parts  # float32 sum and one vocabulary chunk's matmul
     if d_weight and float16:
         per_row += hidden * itemsize  # rows of x multiplied by powers of two
     # The head's vocabulary chunk; its matmul and their sum.
-    per_class = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32
+    per_class = hidden * ((itemsize + cast) * parts + (8 if d_weight else 0)) + 32
     # Logits; d_logits and what is not fused with it; the shifted logits.
     per_logit = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
-    needs_sum = d_weight and weight_itemsize < 4
+    needs_sum = d_weight and weight_itemsize < 4 and not grad_into
     return WorkspaceModel(
         fixed=64 * tokens + 8 * classes + 4096,
         per_row=per_row,
@@ -66,17 +74,22 @@ def choose_chunked(
     itemsize: int,
     weight_itemsize: int,
     gradients_in_forward: bool,
+    saves: bool = False,
     float16: bool,
     softcap: bool,
     entropy: bool,
     d_input: bool,
     d_weight: bool,
+    grad_into: bool = False,
+    splits_head: bool = False,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of a call.
 
     Args:
         gradients_in_forward: plan A: the gradients are computed with the loss, from kept logits if they fit.
+        saves: d_logits are saved for the backward pass. d_weight then has no time in common with the logits, so chunks
+            may have few rows.
         budget: bytes.
         tokens, ...: of `workspace_model`.
 
@@ -85,7 +98,7 @@ def choose_chunked(
     """
 
     def model(*, keeps_logits: bool) -> WorkspaceModel:
-        return workspace_model(
+        counted = workspace_model(
             tokens=tokens,
             hidden=hidden,
             classes=classes,
@@ -97,9 +110,14 @@ def choose_chunked(
             entropy=entropy,
             d_input=d_input,
             d_weight=d_weight,
+            grad_into=grad_into,
+            splits_head=splits_head,
         )
+        of_chunk = itemsize * classes * saves  # d_logits of a chunk's rows, before they are among those of all rows
+        return replace(counted, per_row=counted.per_row + of_chunk)
 
     recomputing = model(keeps_logits=False)
     if gradients_in_forward:
-        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=itemsize == 4)
+        few = itemsize == 4 or saves
+        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=few)
     return choose_chunks(recomputing, tokens, classes, budget)

@@ -18,6 +18,7 @@ of its value. At the logits of a trained model that is several times the error o
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import row_math
-from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
+from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, SavedRows, add_d_weight, float32_matmul
 from jax_pallas.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
 from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.token_hook import TokenHook, TokenRows
@@ -49,7 +50,7 @@ def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Slice) -> Arr
 
 
 def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Slice, statistics: int) -> Partial:
-    """Returns the statistics of one tile of logits: MATH.md (25), (39)."""
+    """Returns the statistics of one tile of logits: MATH.md (25), (43)."""
     argmax = logit_sum = sum_squared = sum_exp_log = None
     if statistics & LOGIT_SUM:
         logit_sum = (logits if vocab_chunk.fresh is None else jnp.where(vocab_chunk.fresh, logits, 0.0)).sum(1)
@@ -146,7 +147,7 @@ def chunk_statistics(
 ) -> tuple[Partial, Array | None]:
     """First pass over a chunk: returns the statistics of its rows over all classes of the problem, and the logits (n,
     K) if `keep`."""
-    x, target = problem.rows(chunk), chunk.of(problem.target)
+    x, target = problem.beside_head(problem.rows(chunk)), chunk.of(problem.target)
     empty = row_math.empty_partial(target, problem.spec, statistics)
     classes = problem.local_classes
     if not classes:
@@ -198,6 +199,7 @@ def chunk_gradients(
     d_input: bool,
     kept: Array | None = None,
     scales: tuple[Array, Array] | None = None,
+    saves: bool = False,
     tiles: Tiles = XLA_TILES,
 ) -> tuple[Array | None, HeadSums]:
     """Second pass over a chunk: returns its rows of d_input, (n, D) float32, and the head's sums with it added.
@@ -207,7 +209,8 @@ def chunk_gradients(
         coefficients: (n,) each, times the upstream gradient.
         d_input: whether d_input is computed.
         kept: (n, K) logits of the first pass; None computes them again.
-        scales: () factors of d_input and of the gradients of the head.
+        scales: () factors of d_input and of the gradients of the head. d_weight has none with `Problem.grad_into`.
+        saves: the powers of two that float16 needs are not factors of d_input, but of `SavedRows.rho`.
     """
     dtype, x, target = problem.input.dtype, problem.rows(chunk), chunk.of(problem.target)
     contributes = problem.chunk_row_weight(chunk) != 0
@@ -221,12 +224,15 @@ def chunk_gradients(
         x_head = (x * row_math.power_of_two(exponent - top)[:, None]).astype(dtype)
         input_scale = bias_scale = row_math.power_of_two(exponent - FLOAT16_HEADROOM)
         head_scale = row_math.power_of_two(top - FLOAT16_HEADROOM)
+        if saves:
+            input_scale = jnp.full_like(lse, 2.0**-FLOAT16_HEADROOM)
         if scales is not None:
             input_scale, head_scale, bias_scale = (
                 input_scale * scales[0],
-                head_scale * scales[1],
+                head_scale if problem.grad_into is not None else head_scale * scales[1],
                 bias_scale * scales[1],
             )
+    x = problem.beside_head(x)
     row = RowGradient(lse, coefficients, contributes, sums.d_bias is not None, bias_scale)
 
     def body(carry: tuple[Array | None, HeadSums], vocab_chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
@@ -249,6 +255,8 @@ def chunk_gradients(
     if d_rows is not None:
         if input_scale is not None:
             d_rows = d_rows * input_scale[:, None]
+        if problem.spec.splits_head:  # the matmul with each half
+            d_rows = d_rows.reshape(len(d_rows), 2, -1).sum(1)
         d_rows = jnp.where(contributes[:, None], d_rows, 0.0)
     return d_rows, sums
 
@@ -398,6 +406,98 @@ def gradients(
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
     (d_input, sums), _ = over_slices(body, start, problem.tokens, config.rows)
     return Gradients(d_input, *sums.result(problem))
+
+
+def save_rows(
+    tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, statistics: int
+) -> tuple[Array, RowStatistics, SavedRows]:
+    """Plan A without the gradients of the head, for an upstream gradient of 1: each row's weighted loss (N,), its
+    statistics, and what `saved_gradients` needs."""
+    classes, dtype, spec = problem.classes, problem.input.dtype, problem.spec
+    head = needs_grad.d_weight or needs_grad.d_bias
+
+    def stored(problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, e: Array) -> Array:
+        if vocab_chunk.fresh is not None:
+            d_logits = jnp.where(vocab_chunk.fresh, d_logits, vocab_chunk.of(e, axis=1))
+        return vocab_chunk.put(e, d_logits, axis=1)
+
+    def body(carry: tuple[Array | None, Array | None], chunk: Slice) -> tuple[Any, Any]:
+        e, d_input = carry
+        target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
+        partial, kept = chunk_statistics(
+            problem, chunk, config.first_vocab_chunk, statistics=statistics, keep=config.keeps_logits, tiles=tiles
+        )
+        part = row_math.finish(partial, target, row_weight, classes)
+        loss = row_math.row_loss(spec, part, target, row_weight, problem.class_weight, classes)
+        coefficients = row_math.loss_coefficients(
+            spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
+        )
+        # A row of NaN must have a zero gradient if its upstream gradient is 0: its zeros are saved, and rho is NaN.
+        lost = (row_weight != 0) & ~row_math.finite(part.lse, coefficients)
+        rho = jnp.where(lost, jnp.nan, 1.0)
+        if dtype == jnp.float16:
+            scaled = coefficients.map(lambda c: c * spec.logit_scale)
+            rho = rho * row_math.power_of_two(row_math.split_exponents(scaled, problem.class_weight)[1])
+        seen = replace(problem, row_weight=chunk.put(problem.row_weight, jnp.where(lost, 0.0, row_weight)))
+        d_rows, (of_chunk, _) = chunk_gradients(
+            seen,
+            chunk,
+            config.vocab_chunk,
+            part.lse,
+            coefficients,
+            HeadSums(jnp.zeros((chunk.size, classes), dtype) if head else None, None),
+            d_input=needs_grad.d_input,
+            kept=kept,
+            saves=True,
+            tiles=tiles._replace(add_d_weight=stored),
+        )
+        return (chunk.put_fresh(e, of_chunk), chunk.put_fresh(d_input, d_rows)), (loss, part, rho)
+
+    e = jnp.zeros((problem.tokens, classes), dtype) if head else None
+    d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
+    (e, d_input), (loss, parts, rho) = over_slices(body, (e, d_input), problem.tokens, config.rows)
+    return loss, parts, SavedRows(e, d_input, rho, None)
+
+
+def saved_gradients(
+    problem: Problem, config: ChunkConfig, saved: SavedRows, needs_grad: NeedsGrad, others: Gradients
+) -> Gradients:
+    """Returns the gradients of the head by saved rows, added to those by other rows: (42). The row weights of the
+    problem are the upstream gradients times rho."""
+    if saved.e is None:
+        return others
+    dtype, factor, rows_of_e = problem.input.dtype, problem.row_weight, saved.e
+    start = HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum)
+    d_weight, d_bias = (
+        zeros if zeros is None or other is None else other.astype(zeros.dtype)
+        for zeros, other in zip(start, others[1:], strict=True)
+    )
+    scale, of_x = None, factor
+    if dtype == jnp.float16:  # the largest factor becomes a number below 1
+        exponent = row_math.exponent_of(factor)
+        of_x, scale = factor * row_math.power_of_two(-exponent), row_math.power_of_two(exponent - FLOAT16_HEADROOM)
+
+    def of_rows(sums: HeadSums, chunk: Slice) -> tuple[HeadSums, None]:
+        x = (problem.rows(chunk) * chunk.of(of_x)[:, None]).astype(dtype)
+        weights = problem.chunk_row_weight(chunk) * (1.0 if scale is None else 2.0**-FLOAT16_HEADROOM)
+        e_rows = chunk.of(rows_of_e)
+
+        def of_tile(sums: HeadSums, vocab_chunk: Slice) -> tuple[HeadSums, None]:
+            d_weight, d_bias = sums
+            e = vocab_chunk.of(e_rows, axis=1)
+            if vocab_chunk.fresh is not None:
+                e = jnp.where(vocab_chunk.fresh, e, 0)
+            if d_bias is not None:
+                summed = (e.astype(jnp.float32) * weights[:, None]).sum(0)
+                d_bias = vocab_chunk.put(d_bias, vocab_chunk.of(d_bias) + summed)
+            if d_weight is not None:
+                d_weight = add_d_weight(problem, e, x, vocab_chunk, scale, d_weight)
+            return HeadSums(d_weight, d_bias), None
+
+        return over_slices(of_tile, sums, problem.classes, config.vocab_chunk)
+
+    sums, _ = over_slices(of_rows, HeadSums(d_weight, d_bias), problem.tokens, config.rows)
+    return Gradients(None, *sums.result(problem))
 
 
 def _at_target(problem: Problem, target: Array, vocab_chunk: Slice) -> Array:

@@ -30,13 +30,13 @@ def transforms(columns: int, itemsize: int = 2) -> tuple[plgpu.TilingTransform, 
 
 
 def two_views(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
-    """Returns shared memory (..., columns) of 32 or 64 columns of 16 bits, as TMA copies it and wgmma reads it.
+    """Returns shared memory (..., columns), rows of up to 128 bytes, as TMA copies it and wgmma reads it.
 
     The same bytes, one swizzled row after the other; but TMA refuses to cut an array into the tiles of 8 rows that
     wgmma names where they do not divide it, or where a copy starts elsewhere than at a multiple of 8. So there are two
     views of them, which `views` returns. The interpreter knows neither such a limit nor two views of the same memory.
     """
-    tiling, swizzle = transforms(shape[-1])
+    tiling, swizzle = transforms(shape[-1], jnp.dtype(dtype).itemsize)
     tiled = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
     return tiled if interpret else plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), tiled)
 

@@ -74,6 +74,7 @@ class DWeightKernel:
         adds: to an old d_weight; otherwise classes past K get zeros.
         loaded: pieces of each old tile that are loaded and added in registers. TMA adds the other pieces in L2.
         has_first_class: the class of e's first column is in the scalars.
+        float32: d_weight is float32, and not bfloat16.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
     """
 
@@ -85,7 +86,13 @@ class DWeightKernel:
     adds: bool
     loaded: int
     has_first_class: bool
+    float32: bool
     interpret: bool
+
+    @property
+    def one_view(self) -> bool:
+        """Whether TMA and registers take the same view of a piece: rows of 256 bytes are tiled for TMA too."""
+        return self.interpret or (self.float32 and self.vocab_axis == 0)
 
     @property
     def d_blocks(self) -> int:
@@ -203,12 +210,17 @@ def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any,
         old = own.old.pieces.at[slot, own.warpgroup]
         old = old.transpose((1, 0)) if own.kernel.vocab_axis == 0 else old
         sums += plgpu.load(old, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        plgpu.barrier_arrive(own.old.empty.at[slot])
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
     buffer = buffers.at[own.warpgroup, piece % 2]
     buffer = buffer.transpose((1, 0)) if own.kernel.vocab_axis == 0 else buffer
+    if own.kernel.float32 and own.kernel.vocab_axis == 0:  # only 16-bit registers are transposed as they are stored
+        sums = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
     buffer[...] = sums.astype(own.d_weight_ref.dtype)
     plgpu.commit_smem()
+    if own.old is not None and loaded:
+        # Only here: the assembler does not wait for a load before an arrival that follows it. The next old piece would
+        # sometimes take the place of this one before it is read.
+        plgpu.barrier_arrive(own.old.empty.at[slot])
     write = partial(plgpu.copy_smem_to_gmem, moved.at[own.warpgroup, piece % 2], own.piece_at(d, v + piece * PIECE))
     add = partial(write, reduction_op="add")
     if loaded or not own.kernel.adds:
@@ -287,7 +299,7 @@ def d_weight_kernel(
         scalar_ref[2 * PIECES + 2] if kernel.steps is None else 0,
         d_weight_ref,
         ring,
-        views(buffers, interpret=kernel.interpret),
+        views(buffers, interpret=kernel.one_view),
         old,
     )
     load, multiply_tiles = partial(load_d_weight, own, e_ref, x_ref), partial(d_weight_warpgroup, own)
@@ -325,7 +337,9 @@ def add_d_weight(
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         in_l2: share of each tile that is added to `old` in L2: `gpus.share_added_in_l2`.
         rows: n; None: all rows of e, a multiple of 8.
-        old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
+        old: what is added to, of the result's shape, bfloat16, or float32, which is all added to in L2, and of which
+            V is a multiple of 8 unless `vocab_axis` is 1. The result takes its place. Without it classes past K get
+            zeros.
         starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
             kernel both starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
         first_class: () int32, with `old` and without `starts` only: the class of e's first column; None is 0. Where
@@ -337,9 +351,10 @@ def add_d_weight(
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     steps = cdiv(rows or len(e), STEP)
     static_steps, adds = None if starts is not None else steps, old is not None
-    loaded = round(PIECES * (1 - in_l2)) if adds else 0
+    float32 = old is not None and old.dtype == jnp.float32
+    loaded = round(PIECES * (1 - in_l2)) if adds and not float32 else 0  # shared memory has no room for its pieces
     kernel = DWeightKernel(
-        static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, interpret
+        static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, float32, interpret
     )
     offsets = [start] if first_class is None else [start, first_class]
     if starts is not None:
@@ -353,7 +368,7 @@ def _run_d_weight(scalars: Array, e: Array, x: Array, old: Array | None, *, kern
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=kernel.interpret),
         plgpu.SMEM((STAGES, STEP, BLOCK_V), e.dtype, transforms=transforms(STEP)),
-        two_views((2, 2, *kernel.piece_shape), e.dtype, interpret=kernel.interpret),
+        two_views((2, 2, *kernel.piece_shape), jnp.float32 if kernel.float32 else e.dtype, interpret=kernel.one_view),
         *ring_barriers(3),
     ]
     if kernel.loaded:

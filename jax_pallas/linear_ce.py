@@ -1,7 +1,7 @@
 """The public functions: fused linear + cross-entropy for JAX, without the N x V logits in memory.
 
-A public function checks its arguments and flattens their leading axes (`_prepare`), runs one of the operators of
-`ops.py` (`_loss`), and reshapes the results. `_prepare` folds ignore_index, token weights, the reduction and its
+A public function checks its arguments and flattens their leading axes (`prepare`), runs one of the operators of
+`ops.py` (`_loss`), and reshapes the results. `prepare` folds ignore_index, token weights, the reduction and its
 denominator into one weight for each row (`row_math.row_weights`). This table shows which operator a call runs:
 
     scalar reduction     `loss_and_gradients`   plan A, 3 matmuls; undifferentiated plan B, 1 matmul
@@ -9,15 +9,14 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     log-probabilities    `log_probs`            plan C
     token loss           `token_loss_and_gradients`, or `token_losses` for "none": the plans of the first two lines
 
-The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py` with
-`chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,
-`row_kernels.py` or `target_grad.py`.
+The files of a call, in order: this one, `arguments.py`, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py`
+with `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`,
+`kernels.py`, `row_kernels.py` or `target_grad.py`.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -26,21 +25,21 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pallas import elementwise, launch, ops, row_math
+from jax_pallas import elementwise, launch, ops, row_math, saved_ops
+from jax_pallas.arguments import Call, Implementation, check_per_token, choose, prepare
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
 from jax_pallas.row_math import TokenStats
-from jax_pallas.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
+    HeadPrecision,
     LossSpec,
     Reduction,
     check_arrays,
-    check_choice,
     check_memory_budget,
-    check_normalizer,
+    check_saved_budget,
 )
 from linear_ce.statistics import (
     BY_ROW,
@@ -52,9 +51,6 @@ from linear_ce.statistics import (
     check_stats,
     statistics_for,
 )
-
-IMPLEMENTATIONS = (*launch.NAMES, "chunked")
-ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
 
 
 class LossStats(NamedTuple):
@@ -76,13 +72,6 @@ class LogProbs(NamedTuple):
     log_prob: Array
     entropy: Array
     lse: Array
-
-
-class Implementation(NamedTuple):
-    """Which implementation a call runs, and why."""
-
-    name: str
-    reason: str
 
 
 class Explanation(Implementation):
@@ -117,7 +106,10 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -161,12 +153,29 @@ def linear_cross_entropy(
         vocab_axis: which axis of linear_weight is the vocabulary. 1 is the kernel layout of Flax. The head is never
             transposed in memory.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
+        saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
+            results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
+            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
+            with grad_into and with head_precision "float32".
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
+        grad_into: linear_weight's shape, float32, with reduction "mean" or "sum". The call returns the pair (loss,
+            grad_into + the gradient of the loss by linear_weight), added in float32, and linear_weight gets no gradient
+            from it. So gradients of several micro-batches and of a tied embedding take no second array of that size and
+            round once. Carry it through `jax.lax.scan` and donate it to `jax.jit` (donate_argnums): it is then added to
+            in place. Differentiate the loss with has_aux=True, as in the example. The returned sum is a value without a
+            gradient: it is that of the returned loss, whatever is computed from it afterwards. So do not scale the
+            loss outside, but by normalizer or token_weight. Kernels other than those for Hopper,
+            and those too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
+        head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
+            input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
+            and two for d_input, so five instead of three. The kernels compute the logits of a float32 head twice,
+            so here they take seven. A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
+            float32 in both cases.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,).
+        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
 
     Raises:
         TypeError: an argument is not an array or has an unsupported dtype.
@@ -180,17 +189,27 @@ def linear_cross_entropy(
         >>> loss, d_weight = jax.value_and_grad(linear_cross_entropy, argnums=1)(x, w, jnp.arange(6))
         >>> d_weight.shape
         (100, 16)
+        >>> def step(total, batch):  # of two micro-batches
+        ...     call = lambda x: linear_cross_entropy(x, w, batch[1], normalizer=6, grad_into=total)
+        ...     (loss, total), d_x = jax.value_and_grad(call, has_aux=True)(batch[0])
+        ...     return total, (loss, d_x)
+        >>> total, _ = jax.lax.scan(step, jnp.zeros((100, 16)), (x.reshape(2, 3, 16), jnp.arange(6).reshape(2, 3)))
+        >>> bool(jnp.allclose(total, d_weight, atol=1e-6))
+        True
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18).
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=0)
-    loss = _loss(call)[0]
-    return loss.reshape(call.leading) if spec.reduction == "none" else loss
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = LossSpec(reduction, *options)
+    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
+    into = grad_into is not None
+    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
+    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=0)
+    loss, *_, total = _loss(call)
+    return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
 
 def linear_cross_entropy_with_stats(
@@ -211,7 +230,10 @@ def linear_cross_entropy_with_stats(
     vocab_size: int | None = None,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -219,7 +241,7 @@ def linear_cross_entropy_with_stats(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        The loss and `LossStats`. Only the loss has a gradient.
+        The loss and `LossStats`. Only the loss has a gradient. With grad_into, ((loss, sum), stats).
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -231,10 +253,13 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=MAX | LSE)
-    loss, lse, target_logit, top = _loss(call)
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = LossSpec(reduction, *options)
+    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
+    into = grad_into is not None
+    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
+    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=MAX | LSE)
+    loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
     z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
@@ -246,7 +271,7 @@ def linear_cross_entropy_with_stats(
         accuracy=right.sum() / jnp.maximum(contributes.sum(), 1).astype(jnp.float32),
         n_valid=call.n_valid,
     )
-    return (loss.reshape(call.leading) if spec.reduction == "none" else loss), stats
+    return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total), stats
 
 
 def linear_log_probs(
@@ -261,7 +286,9 @@ def linear_log_probs(
     ignore_index: int = -100,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -270,6 +297,9 @@ def linear_log_probs(
 
     Args:
         input: as all other arguments, see `linear_cross_entropy`.
+
+        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
+            gradient of entropy and lse is needed; otherwise what was kept is not used.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -287,10 +317,13 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
-    arrays = (input, linear_weight, target, linear_bias, None, None, None)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=LSE | ENTROPY | BY_ROW)
-    results = ops.log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
+    spec = LossSpec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    arrays = (input, linear_weight, target, linear_bias, None, None, None, None)
+    saved_budget = check_saved_budget(saved_budget, "none", grad_into=False, head_precision=head_precision)
+    statistics = LSE | ENTROPY | BY_ROW
+    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=statistics)
+    log_probs = (saved_ops if saved_budget else ops).log_probs
+    results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
@@ -311,6 +344,8 @@ def linear_token_loss(
     memory_budget: int | None = None,
     implementation: str | None = None,
     vocab_axis: int = 0,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -340,8 +375,9 @@ def linear_token_loss(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,). Where log_prob is NaN, for example because the target is
-        neither a class nor `ignore_index`, the token's loss and gradients are NaN, whatever token_loss returns.
+        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum). Where log_prob is NaN,
+        for example because the target is neither a class nor `ignore_index`, the token's loss and gradients are NaN,
+        whatever token_loss returns.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;
@@ -362,9 +398,9 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
-    options = linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size
-    shared = options, memory_budget, implementation, vocab_axis
-    return _token_loss(input, linear_weight, target, token_loss, per_token, *shared, NO_STATS)[0]
+    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
+    options += head_precision, memory_budget, implementation, vocab_axis, grad_into
+    return _token_loss(input, linear_weight, target, token_loss, per_token, options, NO_STATS)[0]
 
 
 def linear_token_loss_with_stats(
@@ -385,6 +421,8 @@ def linear_token_loss_with_stats(
     memory_budget: int | None = None,
     implementation: str | None = None,
     vocab_axis: int = 0,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> tuple[Array, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -396,7 +434,7 @@ def linear_token_loss_with_stats(
         input: as all other arguments, see `linear_token_loss`.
 
     Returns:
-        The loss and `TokenStats`. Only the loss has a gradient.
+        The loss, or with grad_into the pair (loss, sum), and `TokenStats`. Only the loss has a gradient.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_token_loss`; stats is not a tuple of names of `TokenStats`.
@@ -412,11 +450,11 @@ def linear_token_loss_with_stats(
         ((6,), None)
 
     Source:
-        linear_ce/MATH.md (3), (19), (20), (39), (40).
+        linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
-    options = linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size
-    shared = options, memory_budget, implementation, vocab_axis
-    return _token_loss(input, linear_weight, target, token_loss, per_token, *shared, check_stats(stats))
+    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
+    options += head_precision, memory_budget, implementation, vocab_axis, grad_into
+    return _token_loss(input, linear_weight, target, token_loss, per_token, options, check_stats(stats))
 
 
 def _token_loss(
@@ -426,20 +464,18 @@ def _token_loss(
     token_loss: Callable[..., Array],
     per_token: tuple[Array, ...],
     options: tuple[Any, ...],
-    memory_budget: int | None,
-    implementation: str | None,
-    vocab_axis: int,
     stats: tuple[bool, ...],
-) -> tuple[Array, TokenStats]:
-    linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size = options
-    spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
-    arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics_for(stats) | BY_ROW)
-    flat = _check_per_token(token_loss, per_token, call.leading, "target's")
+) -> tuple[Any, TokenStats]:
+    reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
+    head_precision, memory_budget, implementation, vocab_axis, grad_into = rest
+    spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
+    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics_for(stats) | BY_ROW)
+    flat = check_per_token(token_loss, per_token, call.leading, "target's")
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
     scalar = spec.reduction != "none"
     if call.tokens == 0:
-        loss = jnp.zeros((), jnp.float32) if scalar else jnp.zeros(call.leading, jnp.float32)
+        loss = _with_total(jnp.zeros(() if scalar else call.leading, jnp.float32), call.grad_into)
         dtypes = TokenStats(*[jnp.float32] * 7)._replace(argmax=jnp.int32, is_top1=jnp.bool_)
         empty = (
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
@@ -450,26 +486,8 @@ def _token_loss(
     loss, *found = (ops.token_loss_and_gradients if scalar else ops.token_losses)(token, *operands)
     rest = iter(found)
     made = (jax.lax.stop_gradient(next(rest)).reshape(call.leading) if wanted else None for wanted in stats)
-    return loss if scalar else loss.reshape(call.leading), TokenStats(*made)
-
-
-def _check_per_token(
-    token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...], whose: str
-) -> ops.Arrays:
-    """Checks the per-token arrays of a token loss and flattens their axes. `leading` is `whose` shape."""
-    if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
-        names = ", ".join(token_loss.per_token)
-        raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} arrays")
-    for index, values in enumerate(per_token):
-        name = f"per_token[{index}]"
-        if not isinstance(values, (Array, np.ndarray)):
-            raise TypeError(f"{name} must be an array, got {type(values).__name__}")
-        if not jnp.issubdtype(values.dtype, jnp.floating):
-            raise TypeError(f"{name} must have a floating-point dtype, got {values.dtype}")
-        if values.shape != leading:
-            raise ValueError(f"{name} must have shape {leading} ({whose} shape), got {values.shape}")
-        _check_unsharded(name, jnp.asarray(values))
-    return tuple(jnp.asarray(values).reshape(-1) for values in per_token)
+    of_tokens = TokenStats(*made)
+    return _with_total(loss if scalar else loss.reshape(call.leading), *rest), of_tokens
 
 
 def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> None:
@@ -520,7 +538,7 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> Non
         >>> jax_pallas.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, jnp.ones(8))
     """
     leading = np.shape(per_token[0]) if per_token else (2,)
-    flat = _check_per_token(token_loss, per_token, leading, "per_token[0]'s")
+    flat = check_per_token(token_loss, per_token, leading, "per_token[0]'s")
     elementwise.trace_token_loss(token_loss, math.prod(leading), len(flat))
 
 
@@ -535,7 +553,10 @@ def explain(
     softcap: float | None = None,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -548,7 +569,8 @@ def explain(
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
+            head_precision: as given to the call. For log-probabilities, pass reduction "none".
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
 
@@ -573,7 +595,7 @@ def explain(
         matmuls: logits, d_input, d_weight by XLA
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, vocab_size=vocab_size)
+    spec = LossSpec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
     named = {"input": input, "linear_weight": linear_weight, "target": rows}
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items()}
@@ -583,175 +605,40 @@ def explain(
     if device is not None:
         capability, multiprocessors, *_ = gpu_named(device)
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
-    chosen, info = _choose(input, linear_weight, vocab_axis, implementation, gpu)
+    chosen, info = choose(input, linear_weight, vocab_axis, implementation, gpu)
     tokens = math.prod(input.shape[:-1])
     flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
     classes = spec.classes(linear_weight.shape[vocab_axis])
-    problem = Problem(flat, linear_weight, None, rows, rows, None, spec, classes, vocab_axis=vocab_axis)
+    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "grad_into": grad_into}
+    problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
     budget = check_memory_budget(memory_budget)
-    plan = ops.plan_for(problem, stage, budget, chosen.name, NeedsGrad(gradients, gradients, False), info)
+    needs_grad = NeedsGrad(gradients, gradients, False)
+    into = grad_into is not None
+    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
+    if saved_budget and gradients:
+        plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
+        return Explanation(*chosen, plan)
+    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info)
     return Explanation(*chosen, plan)
 
 
-def _choose(
-    input: Array, linear_weight: Array, vocab_axis: int, implementation: str | None, gpu: DeviceInfo | None
-) -> tuple[Implementation, DeviceInfo]:
-    """Returns the implementation of a call and why it is that, and the device: `gpu`, or input's if None."""
-    platform = launch.traced_platform(input) if gpu is None else gpu.type
-    capability = launch.known_capability(platform) if gpu is None else divmod(gpu.capability, 10)
-    symbolic = launch.symbolic_limits(input.shape)
-    if implementation is not None:
-        _check_implementation(implementation, input, linear_weight, vocab_axis)
-        if gpu is not None and (obstacle := launch.device_limits(implementation, gpu.type, capability)) is not None:
-            raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
-        chosen = Implementation(implementation, "asked for by name")
-    elif symbolic is not None:
-        chosen = Implementation("chunked", symbolic)
-    else:
-        shape = _shape(input, linear_weight, vocab_axis)
-        chosen = Implementation(*launch.choose(platform, capability, *shape))
-    return chosen, launch.device_info(chosen.name, platform) if gpu is None else gpu
-
-
-def _shape(input: Array, linear_weight: Array, vocab_axis: int) -> tuple[Any, int, int, int]:
-    return input.dtype, input.shape[-1], linear_weight.shape[vocab_axis], vocab_axis
-
-
-def _check_implementation(implementation: str, input: Array, linear_weight: Array, vocab_axis: int) -> None:
-    """Raises ValueError if it is no implementation, or cannot serve these shapes and dtypes."""
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    obstacle = launch.limits(implementation, *_shape(input, linear_weight, vocab_axis))
-    if implementation != "chunked":
-        obstacle = launch.symbolic_limits(input.shape) or obstacle
-    if obstacle is not None:
-        raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
-
-
-class _Call(NamedTuple):
-    """One call, checked and flattened."""
-
-    options: ops.Options
-    arrays: tuple[Array, ...]
-    row_weight: Array  # (N,) float32
-    n_valid: Array  # ()
-    leading: tuple[int, ...]  # target's shape
-
-    @property
-    def tokens(self) -> int:
-        return self.row_weight.shape[0]
-
-
-def _prepare(
-    spec: LossSpec,
-    arrays: tuple[Any, ...],
-    vocab_axis: int,
-    memory_budget: int | None,
-    implementation: str | None,
-    *,
-    statistics: int,
-) -> _Call:
-    """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector.
-
-    The arrays are those of ARRAYS and a normalizer.
-    """
-    *present, normalizer = arrays
-    named: dict[str, Any] = dict(zip(ARRAYS, present, strict=True))
-    for name, array in named.items():
-        optional = name not in ("input", "linear_weight", "target")
-        if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
-            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
-    if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
-        normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
-    number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
-    if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
-        raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
-    named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
-    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
-    check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
-    named["target"] = _signed(named["target"])
-    if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:
-        raise ValueError(f"ignore_index must fit {named['target'].dtype}, which targets have, got {spec.ignore_index}")
-    named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
-    for name in ARRAYS:
-        _check_unsharded(name, named[name])
-    for name in ("weight", "token_weight", "normalizer"):
-        if named[name] is not None:
-            named[name] = _undifferentiated(name, named[name])
-    launch.check_sizes(named["input"].shape, named["linear_weight"].shape)
-    if implementation is not None:
-        _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
-    elif launch.symbolic_limits(named["input"].shape) is not None:
-        implementation = "chunked"
-    classes = spec.classes(named["linear_weight"].shape[vocab_axis])
-    flat_target = named["target"].reshape(-1)
-    class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
-    flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
-    row_weight, n_valid = row_math.row_weights(
-        spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes
-    )
-    options = ops.Options(
-        spec=spec,
-        classes=classes,
-        vocab_axis=vocab_axis,
-        memory_budget=check_memory_budget(memory_budget),
-        implementation=implementation,
-        has_bias=named["linear_bias"] is not None,
-        has_class_weight=class_weight is not None,
-        statistics=statistics,
-    )
-    flat_arrays = options.arrays(
-        input=named["input"].reshape(-1, named["input"].shape[-1]),
-        linear_weight=named["linear_weight"],
-        target=flat_target,
-        row_weight=row_weight,
-        linear_bias=named["linear_bias"],
-        class_weight=class_weight,
-    )
-    return _Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape))
-
-
-def _check_unsharded(name: str, array: Array | None) -> None:
-    """Raises where an array's type says that devices hold parts of it."""
-    if array is None:
-        return
-    spec = jax.typeof(array).sharding.spec
-    if any(axes is not None for axes in spec):
-        raise ValueError(
-            f"{name} must not be sharded over explicit axes of a mesh, got {spec}: "
-            "call the function on the devices' own rows, within jax.shard_map, and sum there"
-        )
-
-
-def _signed(target: Array | np.ndarray) -> Array:
-    """Returns `target` in int32 or int64. A value that does not fit is not a class, and becomes another that is not."""
-    range32 = np.iinfo(np.int32)
-    if target.dtype in (jnp.uint32, jnp.uint64):
-        target = (np if isinstance(target, np.ndarray) else jnp).minimum(target, range32.max)
-    elif target.dtype == np.int64 and not jax.config.read("jax_enable_x64"):  # an array of NumPy, which JAX would wrap
-        target = np.clip(target, range32.min, range32.max)
-    target = jnp.asarray(target)
-    return target if target.dtype == jnp.int64 else target.astype(jnp.int32)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _undifferentiated(name: str, array: Array) -> Array:
-    """Returns `array`; refuses to be differentiated, where a gradient of zeros would be silently wrong."""
-    return array
-
-
-@_undifferentiated.defjvp
-def _(name: str, primals: Any, tangents: Any) -> Any:
-    raise ValueError(f"{name} is not differentiated and must not depend on what is; pass jax.lax.stop_gradient({name})")
-
-
-def _loss(call: _Call) -> tuple[Array, Array, Array, Array]:
-    """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,)."""
+def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:
+    """Runs the operator that the call needs; returns loss () or (N,), lse, target_logit and largest logit (N,), and the
+    sum of a call with grad_into."""
     scalar = call.options.spec.reduction != "none"
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
-        return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty
-    loss, lse, target_logit, top = (ops.loss_and_gradients if scalar else ops.row_losses)(call.options, *call.arrays)
-    return loss, lse, target_logit, top
+        return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty, call.grad_into
+    row_losses = (saved_ops if call.options.saved_budget else ops).row_losses
+    loss, lse, target_logit, top, *totals = (ops.loss_and_gradients if scalar else row_losses)(
+        call.options, *call.arrays
+    )
+    return loss, lse, target_logit, top, totals[0] if totals else None
+
+
+def _with_total(loss: Array, total: Array | None = None) -> Any:
+    """Returns a loss, with the sum of a call with grad_into. The sum has no gradient."""
+    return loss if total is None else (loss, jax.lax.stop_gradient(total))

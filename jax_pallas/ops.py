@@ -52,7 +52,9 @@ RESIDUAL = "linear_ce_residual"
 # chunk. That is less than a token's hidden states.
 MOST_OF_CLOSURE = 64
 
-Arrays = tuple[Array, ...]  # input (N, D), linear_weight, target (N,), row_weight (N,), then linear_bias, class_weight
+# input (N, D), linear_weight, target (N,), row_weight (N,), then those of linear_bias, class_weight and grad_into that
+# the call has.
+Arrays = tuple[Array, ...]
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,30 @@ class Options:
     has_bias: bool
     has_class_weight: bool
     statistics: int  # of `linear_ce.statistics`; without the largest logits these may be inf
+    saved_budget: int = 0  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
+    has_grad_into: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of arrays."""
+        return 4 + self.has_bias + self.has_class_weight + self.has_grad_into
 
     def arrays(
-        self, *, input: Any, linear_weight: Any, target: Any, row_weight: Any, linear_bias: Any, class_weight: Any
+        self,
+        *,
+        input: Any,
+        linear_weight: Any,
+        target: Any,
+        row_weight: Any,
+        linear_bias: Any,
+        class_weight: Any,
+        grad_into: Any,
     ) -> Any:
-        optional = ((linear_bias, self.has_bias), (class_weight, self.has_class_weight))
+        optional = (
+            (linear_bias, self.has_bias),
+            (class_weight, self.has_class_weight),
+            (grad_into, self.has_grad_into),
+        )
         return (input, linear_weight, target, row_weight, *(array for array, present in optional if present))
 
     def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
@@ -79,16 +100,17 @@ class Options:
         rest = list(arrays[4:])
         linear_bias = rest.pop(0) if self.has_bias else None
         class_weight = rest.pop(0) if self.has_class_weight else None
+        grad_into = rest.pop(0) if self.has_grad_into else None
         names = ("input", "linear_weight", "target", "row_weight")
-        return {**dict(zip(names, arrays[:4], strict=True)), "linear_bias": linear_bias, "class_weight": class_weight}
+        optional = {"linear_bias": linear_bias, "class_weight": class_weight, "grad_into": grad_into}
+        return dict(zip(names, arrays[:4], strict=True)) | optional
 
     def needs_grad(self, primals: Sequence[Any]) -> NeedsGrad:
-        """Returns which arguments are differentiated, from the primals of a forward rule."""
+        """Returns which gradients are computed, from the primals of a forward rule."""
         named = self.named(primals)
         bias = named["linear_bias"]
-        return NeedsGrad(
-            named["input"].perturbed, named["linear_weight"].perturbed, bias is not None and bias.perturbed
-        )
+        d_weight = self.has_grad_into or named["linear_weight"].perturbed
+        return NeedsGrad(named["input"].perturbed, d_weight, bias is not None and bias.perturbed)
 
     def cotangents(self, gradients: Gradients) -> Any:
         """Returns the results of a backward rule. None means zero."""
@@ -99,6 +121,7 @@ class Options:
             row_weight=None,
             linear_bias=gradients.d_bias,
             class_weight=None,
+            grad_into=None,
         )
 
 
@@ -114,7 +137,7 @@ class TokenOptions:
 
     def split(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """Returns the arrays of `options`, the per-token arrays and those of the closure."""
-        first = 4 + self.options.has_bias + self.options.has_class_weight
+        first = self.options.count
         last = first + self.per_token
         return tuple(arrays[:first]), tuple(arrays[first:last]), tuple(arrays[last:])
 
@@ -126,20 +149,34 @@ def _rule(function: Callable[..., Arrays]) -> Any:
 
 @_rule
 def _loss_and_gradients(options: Options, *arrays: Array) -> Arrays:
+    if options.has_grad_into:
+        losses, statistics, gradients, _ = _plan_a((options, _ONLY_D_WEIGHT), *arrays)
+        return losses.sum(), *statistics, *_totals(gradients)
     losses, *statistics = _row_losses(options, *arrays)
     return losses.sum(), *statistics
 
 
 def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
-    needs_grad = options.needs_grad(primals)
+    needs_grad, totals = options.needs_grad(primals), ()
     losses, statistics, gradients, scales = _plan_a((options, needs_grad), *(primal.value for primal in primals))
-    return (losses.sum(), *statistics), (jax.tree.map(_named, gradients), scales)
+    if options.has_grad_into:
+        totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
+    return (losses.sum(), *statistics, *totals), (jax.tree.map(_named, gradients), scales)
 
 
 def _loss_and_gradients_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     gradients, scales = residuals
     d_loss = _dense(cotangents[0])
     return options.cotangents(_scaled(gradients, d_loss, d_loss, scales))
+
+
+_ONLY_D_WEIGHT = NeedsGrad(False, True, False)
+
+
+def _totals(gradients: Gradients) -> Arrays:
+    """Returns grad_into plus the gradient of the head, which a call with grad_into returns after its other results."""
+    assert gradients.d_weight is not None
+    return (gradients.d_weight,)
 
 
 _loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, symbolic_zeros=True)
@@ -240,6 +277,10 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
 @_rule
 def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
     of_call, per_token, closure = token.split(arrays)
+    if token.options.has_grad_into:
+        nothing = TokenNeedsGrad((False,) * len(per_token), (False,) * len(closure))
+        rows, stats, gradients, _ = _token_plan_a((token, _ONLY_D_WEIGHT, nothing), *arrays)
+        return rows.loss.sum(), *stats, *_totals(gradients)
     nll, found = _losses(token.options, *_unweighted(token.options, of_call))
     row_weight = token.options.named(of_call)["row_weight"]
     loss = _token_values(token.function, 0.0 - nll, row_weight, per_token, closure).sum()
@@ -259,8 +300,11 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
     options, arrays = token.options, tuple(primal.value for primal in primals)
     of_call, per_token, closure = token.split(primals)
     needs_grad, token_needs_grad = options.needs_grad(of_call), _token_needs_grad(per_token, closure)
+    totals = ()
     if any(needs_grad):
         rows, stats, gradients, scales = _token_plan_a((token, needs_grad, token_needs_grad), *arrays)
+        if options.has_grad_into:
+            totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
     else:
         of_call, per_token, closure = token.split(arrays)
         nll, found = _losses(options, *_unweighted(options, of_call))
@@ -273,7 +317,7 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
     # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
     like = zip(of_tokens, arrays[len(of_call) :], strict=True)
     dtypes = tuple(None if gradient is None else jnp.zeros(0, array.dtype) for gradient, array in like)
-    return (rows.loss.sum(), *stats), (jax.tree.map(_named, (gradients, of_tokens)), scales, dtypes)
+    return (rows.loss.sum(), *stats, *totals), (jax.tree.map(_named, (gradients, of_tokens)), scales, dtypes)
 
 
 def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
@@ -543,6 +587,8 @@ def plan_for(
         memory_budget=memory_budget,
         implementation=implementation,
         device=device,
+        grad_into=problem.grad_into is not None,
+        splits_head=problem.spec.splits_head,
     )
     return make_plan(key)
 
@@ -581,6 +627,8 @@ def _by_batch(flattened: Callable[[Options, Arrays, int], Arrays]) -> Batched:
 
     def rule(options: Options, size: int, arrays: Sequence[Any], axes: Sequence[Any]) -> Arrays | None:
         axis_of, named = options.named(axes), options.named(arrays)
+        if options.has_grad_into:
+            return None  # a sum for each batch element
         if any(axis_of[name] is not None for name in ("linear_weight", "linear_bias", "class_weight")):
             return None  # a head for each batch element: nothing to share
         names = ("input", "target", "row_weight")

@@ -13,13 +13,13 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "row_gradients", "gradients"]
+Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
@@ -48,6 +48,8 @@ class PlanKey(NamedTuple):
     memory_budget: int
     implementation: str
     device: DeviceInfo
+    grad_into: bool = False  # d_weight is added to a float32 array of the caller
+    splits_head: bool = False  # into two matrices of the input's dtype
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class ExecutionPlan:
         chunks: the rows of a chunk, and what depends on them.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" are computed.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
@@ -71,6 +73,7 @@ class ExecutionPlan:
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
+        saved: which rows of the call the forward pass saves for the backward pass; None if no row.
     """
 
     implementation: str
@@ -87,6 +90,7 @@ class ExecutionPlan:
     d_weight_kernel: bool
     gpu: str
     d_weight_starts: bool = False
+    saved: SavedRowCount | None = None
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -111,10 +115,12 @@ class ExecutionPlan:
             rows=self.chunks.rows,
             tokens=self.tokens,
             casts_head=self.casts_head,
-            matmuls={name: ours[name] for name in self.matmuls},
+            matmuls={name: ours[name.split()[0]] for name in self.matmuls},
             library="XLA",
             workspace=self.chunks.bytes,
             budget=self.memory_budget,
+            saved=self.saved,
+            saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
         )
 
 
@@ -126,17 +132,26 @@ def smoothing_is_linear(key: PlanKey) -> bool:
     return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
+def matmuls_of(key: PlanKey) -> tuple[str, ...]:
+    """Returns the names of the matmuls of a call. A split head takes two where it is an operand."""
+    names = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
+    if not key.splits_head:
+        return names
+    return tuple(one for name in names for one in ([name] if name == "d_weight" else [f"{name} high", f"{name} low"]))
+
+
 @lru_cache(maxsize=4096)
 def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
 
     Raises:
-        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
+        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
         return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
+    matmuls = matmuls_of(key)
     vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
     if key.implementation == "chunked":
         chunks = choose_chunked(
@@ -145,12 +160,15 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             classes=key.classes,
             itemsize=x.itemsize,
             weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage == "loss_and_gradients",
+            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             float16=x.dtype == "float16",
             softcap=key.softcap,
             entropy=key.entropy,
             d_input=key.d_input,
-            d_weight=key.d_weight,
+            d_weight=key.d_weight and key.stage != "saved_rows",
+            grad_into=key.grad_into,
+            splits_head=key.splits_head,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
@@ -159,15 +177,26 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
-    # XLA's GEMMs take whole arrays: nothing is padded.
-    stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
+    if key.grad_into:
+        # XLA's GEMM of the first chunk would not add in place, and TMA adds to float32 rows in tiles of 8 rows.
+        stores = multiplies and (key.vocab_axis == 1 or vocab % 8 == 0)
+        multiplies = stores
+    else:
+        # XLA's GEMMs take whole arrays: nothing is padded.
+        stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))
         # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
-        and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "statistics") and stores))
+        and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "saved_rows", "statistics") and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16")
     )
+    if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
+        raise ValueError(
+            f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and a {w.dtype} "
+            f"head of {key.classes} classes in {vocab} rows of {hidden}, the kernels of {key.implementation!r} have no "
+            "exponentials that an upstream gradient is a factor of"
+        )
     # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
@@ -188,7 +217,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 hidden=hidden,
                 classes=key.classes,
                 d_input=key.d_input,
-                d_weight=key.d_weight,
+                d_weight=key.d_weight and key.stage != "saved_rows",
                 d_weight_kernel=multiplies,
                 adds_in_l2=multiplies,
                 block_v=tile.block_v,
@@ -205,9 +234,11 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             classes=key.classes,
             itemsize=x.itemsize,
             stores=needs_grad,
+            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
-            statistics=key.statistics,
+            # Both passes have the chunks of saved rows, and the second does not know what the first computed.
+            statistics=1 if key.stage == "saved_rows" else key.statistics,
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
@@ -216,7 +247,10 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         # All chunks have the same kernels, and no tile of d_weight lies past the classes, where it must become zeros.
-        d_weight_starts = multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        d_weight_starts = (
+            key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        )
+        d_weight_starts &= not key.grad_into
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )
@@ -225,7 +259,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             vocab_chunks_in_place=vocab_chunks_in_place,
             d_input_kernel=multiplies, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
         )  # fmt: skip
-    d_weight_kernel = multiplies and vocab_chunks_in_place
+    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,
@@ -236,6 +270,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         d_input=key.d_input,
         d_weight=key.d_weight,
         needs_cast=casts_head,
+        splits_head=key.splits_head,
         in_place=d_weight_kernel,
         budget=key.memory_budget,
     )

@@ -3,7 +3,7 @@ that chunks of rows add those gradients to.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ class Problem:
         vocab_offset: class index of linear_weight's first row.
         vocab_axis: which axis of linear_weight is the vocabulary.
         plan: how the call runs; None in tests that call the functions of `chunked` directly.
+        grad_into: linear_weight's shape, float32: d_weight is this plus the gradient; or None.
     """
 
     input: Array
@@ -44,6 +45,7 @@ class Problem:
     vocab_offset: int = 0
     vocab_axis: int = 0
     plan: ExecutionPlan | None = None
+    grad_into: Array | None = None
 
     @property
     def tokens(self) -> int:
@@ -60,8 +62,14 @@ class Problem:
         return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + vocab_chunk.start, vocab_chunk.size)
 
     def weight_of(self, vocab_chunk: Slice) -> Array:
-        """Returns the vocabulary chunk of the head, (v, D) or (D, v), in input's dtype."""
-        return vocab_chunk.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
+        """Returns the vocabulary chunk of the head, (v, D) or (D, v), in input's dtype; (v, 2D) or (2D, v) if the head
+        is split."""
+        w, dtype = vocab_chunk.of(self.linear_weight, self.vocab_axis), self.input.dtype
+        return halves(w, dtype, 1 - self.vocab_axis) if self.spec.splits_head else w.astype(dtype)
+
+    def beside_head(self, x: Array) -> Array:
+        """Returns rows (n, D) as an operand of the logits' matmul with `weight_of`: (n, 2D) if the head is split."""
+        return jnp.concatenate([x, x], 1) if self.spec.splits_head else x
 
     def target_column(self, target: Array, vocab_chunk: Slice) -> tuple[Array, Array]:
         """Returns each target's column within a vocabulary chunk, (n,), some column where it has none, and whether it
@@ -100,7 +108,7 @@ class Gradients(NamedTuple):
     """The gradients of a call; None for those that are not computed."""
 
     d_input: Array | None  # (N, D), input's dtype
-    d_weight: Array | None  # linear_weight's shape and dtype
+    d_weight: Array | None  # linear_weight's shape and dtype; with `Problem.grad_into` float32, and includes it
     d_bias: Array | None  # (V,), linear_bias's dtype
 
 
@@ -113,6 +121,19 @@ class NeedsGrad(NamedTuple):
 
 
 NO_GRADIENTS = NeedsGrad(False, False, False)
+
+
+class SavedRows(NamedTuple):
+    """What a forward pass keeps of the first S rows of a call, whose upstream gradients it does not know: MATH.md (41).
+
+    Fields are None if not needed.
+    """
+
+    # (S, K or more), input's dtype: d_logits for an upstream gradient of 1, or the exponentials F of each chunk.
+    e: Any
+    unit_d_input: Array | None  # (S, D), input's dtype, for an upstream gradient of 1
+    rho: Array | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
+    theta: Array | None  # (S,) float32, the targets' terms, for an upstream gradient of 1; None where e has them
 
 
 def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -128,6 +149,14 @@ def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
         precision=lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def halves(w: Array, dtype: Any, axis: int) -> Array:
+    """Returns a float32 matrix as the sum of two of another dtype, joined along an axis: the matrix rounded, and what
+    is left rounded: MATH.md (39)."""
+    finfo = jnp.finfo(dtype)
+    high = lax.reduce_precision(w, finfo.nexp, finfo.nmant)  # XLA would remove a conversion to the dtype and back
+    return jnp.concatenate([high.astype(dtype), (w - high).astype(dtype)], axis)
 
 
 def add_d_weight(
@@ -154,10 +183,14 @@ class HeadSums(NamedTuple):
         d_bias = jnp.zeros(b.shape, jnp.float32) if needs_grad.d_bias and b is not None else None
         if not needs_grad.d_weight:
             return HeadSums(None, d_bias)
+        if problem.grad_into is not None:
+            return HeadSums(problem.grad_into, d_bias)
         return HeadSums(jnp.zeros(w.shape, jnp.float32 if float32_sum else w.dtype), d_bias)
 
     def result(self, problem: Problem) -> tuple[Array | None, Array | None]:
-        d_weight = None if self.d_weight is None else self.d_weight.astype(problem.linear_weight.dtype)
+        d_weight = self.d_weight
+        if d_weight is not None and problem.grad_into is None:
+            d_weight = d_weight.astype(problem.linear_weight.dtype)
         if self.d_bias is None or problem.linear_bias is None:
             return d_weight, None
         return d_weight, self.d_bias.astype(problem.linear_bias.dtype)

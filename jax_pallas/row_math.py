@@ -345,6 +345,18 @@ def split_exponents(coefficients: Coefficients, class_weight: Array | None) -> t
     return coefficients.map(lambda c: c * factor), exponent
 
 
+def exponent_of(factor: Array) -> Array:
+    """Returns the exponent of the largest magnitude in `factor` (n,), () int32: with it removed, all are below 1."""
+    magnitude = jnp.where(jnp.isfinite(factor), jnp.abs(factor), 0.0).max()
+    return jnp.where(magnitude > 0, jnp.frexp(magnitude)[1].clip(-MAX_EXPONENT, MAX_EXPONENT), 0)
+
+
+def finite(lse: Array, coefficients: Coefficients) -> Array:
+    """Returns for which rows (n,) all numbers of (23) are finite."""
+    numbers = lse, coefficients.alpha, coefficients.tau, coefficients.sigma
+    return jnp.stack([jnp.isfinite(number) for number in numbers if number is not None]).all(0)
+
+
 def power_of_two(exponent: Array) -> Array:
     """Returns 2**exponent in float32, exactly; 0 below the normal range."""
     return jnp.ldexp(jnp.float32(1.0), exponent)

@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import kernels, row_kernels, target_grad, tile_config
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, plan_of
+from jax_pallas import kernels, row_kernels, saved_kernels, target_grad, tile_config
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics, first_of_largest
 from jax_pallas.slicing import Slice, over_chunks
@@ -44,11 +44,19 @@ from linear_ce.gpus import share_added_in_l2
 from linear_ce.statistics import BY_ROW, MAX, OF_LOGITS
 
 
+class SavedChunk(NamedTuple):
+    """What `save_rows` saves of the exponentials of a chunk, or of all."""
+
+    e: Any  # (rows or more, padded), zeros in rows whose rho is NaN; those of all chunks in a tuple
+    rho: Array  # (rows,)
+
+
 class OfTokens(NamedTuple):
     """What a call knows of the tokens of a chunk, or of all; None if not computed."""
 
     rows: TokenRows | None  # the results of a token loss
     statistics: RowStatistics | None
+    saved: SavedChunk | None = None
 
 
 class Carry(NamedTuple):
@@ -69,13 +77,73 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> t
     """
     smoothing = Smoothing.of(problem)
     whole = problem if smoothing is None else smoothing.problem
-    rows, gradients, (_, found) = _run(whole, needs_grad, None, smoothing, statistics=statistics)
-    loss, lse, target_logit = (array[: problem.tokens] for array in (rows.loss, rows.lse, rows.target_logit))
+    rows, gradients, found = _run(whole, needs_grad, None, smoothing, statistics=statistics)
+    loss, of_call = rows.loss[: problem.tokens], _statistics_of_call(problem, rows, found)
     if smoothing is not None:
-        loss = smoothing.losses(loss, target_logit)
+        loss = smoothing.losses(loss, of_call.target_logit)
+    return loss, of_call, gradients
+
+
+def _statistics_of_call(problem: Problem, rows: CallRows, found: OfTokens) -> RowStatistics:
+    if found.statistics is not None:
+        return found.statistics
+    lse, target_logit = rows.lse[: problem.tokens], rows.target_logit[: problem.tokens]
     largest = jnp.full_like(lse, jnp.inf) if rows.largest is None else rows.largest[: problem.tokens]
-    of_rows = RowStatistics(lse, target_logit, None, largest, None, None)
-    return loss, of_rows if found is None else found, gradients
+    return RowStatistics(lse, target_logit, None, largest, None, None)
+
+
+def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tuple[Array, RowStatistics, SavedRows]:
+    """Runs plan A for upstream gradients of 1, without the gradients of the head and without label smoothing.
+
+    Returns:
+        The weighted loss of each row (N,), the statistics, and what `saved_gradients` needs.
+    """
+    head = needs_grad.d_weight or needs_grad.d_bias
+    needs_grad = NeedsGrad(needs_grad.d_input, False, False)
+    rows, gradients, found = _run(problem, needs_grad, None, None, statistics=statistics, saves=head)
+    saved = SavedRows(None, gradients.d_input, None, None)
+    if found.saved is not None:
+        assert rows.theta is not None
+        saved = saved._replace(**found.saved._asdict(), theta=rows.theta[: problem.tokens])
+    return rows.loss[: problem.tokens], _statistics_of_call(problem, rows, found), saved
+
+
+def saved_gradients(
+    problem: Problem, saved: SavedRows, factor: Array, needs_grad: NeedsGrad, others: Gradients
+) -> Gradients:
+    """Returns the gradients of the head by saved rows, added to those by other rows: (42).
+
+    Args:
+        problem: that of `save_rows`.
+        factor: (N,) the upstream gradients, 0 in rows that do not contribute.
+    """
+    if saved.e is None or saved.rho is None or saved.theta is None:
+        return others
+    config, b = plan_of(problem).scaled_exp_config, problem.linear_bias
+    rho, theta = (jnp.where(factor == 0, 0.0, factor * array) for array in (saved.rho, saved.theta))
+    _, d_weight, d_bias = others
+    if needs_grad.d_weight and d_weight is None:  # overwritten by the first chunk
+        d_weight = lax.empty(problem.linear_weight.shape, problem.input.dtype)
+    if needs_grad.d_bias:
+        d_bias = jnp.zeros(problem.classes) if d_bias is None else d_bias[: problem.classes].astype(jnp.float32)
+    for start, e in zip(range(0, problem.tokens, config.rows), saved.e, strict=True):
+        chunk = Slice(start, min(config.rows, problem.tokens - start), None)
+        of_rows = chunk.of(rho)[:, None]
+        if d_bias is not None:
+            of_bias = jnp.where(of_rows == 0, 0.0, e[: chunk.size, : problem.classes].astype(jnp.float32) * of_rows)
+            d_bias = d_bias + of_bias.sum(0)
+        if d_weight is not None:
+            x = jnp.where(of_rows == 0, 0.0, chunk.of(problem.input).astype(jnp.float32) * of_rows)
+            past = config.kernel_rows(chunk.size) - chunk.size
+            x = jnp.pad(x.astype(problem.input.dtype), ((0, past), (0, 0)))
+            first = start == 0 and others.d_weight is None
+            d_weight, x = lax.optimization_barrier((d_weight, x))  # chunks one after the other
+            d_weight = _add_d_weight(problem, chunk, e, x, 0, d_weight, first=first)
+    target = jnp.where((problem.target >= 0) & (problem.target < problem.classes), problem.target, -1)
+    d_weight, d_bias = _add_targets(problem, target.astype(jnp.int32), theta, theta, d_weight, d_bias)
+    if d_bias is not None and b is not None:
+        d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
+    return Gradients(None, d_weight, d_bias)
 
 
 def token_loss_and_gradients(
@@ -87,7 +155,7 @@ def token_loss_and_gradients(
         The results of all rows; their log-probabilities and statistics if there are `statistics`; and the gradients of
         the sum of their losses.
     """
-    _, gradients, (rows, found) = _run(problem, needs_grad, hook, None, statistics=statistics)
+    _, gradients, (rows, found, _) = _run(problem, needs_grad, hook, None, statistics=statistics)
     assert rows is not None
     rows = rows._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), rows.d_closure))
     nll = None if found is None else found.nll
@@ -95,15 +163,21 @@ def token_loss_and_gradients(
 
 
 def _run(
-    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook | None, smoothing: Smoothing | None, *, statistics: int
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    hook: TokenHook | None,
+    smoothing: Smoothing | None,
+    *,
+    statistics: int,
+    saves: bool = False,
 ) -> tuple[CallRows, Gradients, OfTokens]:
     """Returns the rows of the call, the gradients and what is known of the tokens. In the results of a token loss, the
-    gradients of the closure (chunks, ...) are those of each chunk."""
+    gradients of the closure (chunks, ...) are those of each chunk. With `saves` the exponentials are saved."""
     config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
     target, row_weight = _call_rows(problem)
     if hook is not None:  # until `_call_token_loss` replaces them
         row_weight = (row_weight != 0).astype(jnp.float32)
-    chunks = -(-tokens // config.rows)
+    chunks, gradients = -(-tokens // config.rows), any(needs_grad) or saves
     rows, held = row_kernels.pick(
         problem,
         target,
@@ -112,23 +186,38 @@ def _run(
         chunk_rows=config.rows,
         holds=needs_grad.d_input,
         largest=statistics & MAX != 0,
-        gradients=any(needs_grad),
+        gradients=gradients,
     )
     places = _call_places(problem, target, chunks)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
         shared = hook, smoothing, statistics
-        return _chunk(problem, carry, chunk, places, *shared, first=first, gradients=any(needs_grad))
+        return _chunk(problem, carry, chunk, places, *shared, first=first, gradients=gradients, saves=saves)
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
-    if needs_grad.d_weight:  # overwritten by the first chunk
-        carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, problem.input.dtype))
+    if needs_grad.d_weight:
+        sums = problem.grad_into
+        if sums is None:  # overwritten by the first chunk
+            sums = lax.empty(problem.linear_weight.shape, problem.input.dtype)
+        carry = carry._replace(d_weight=sums)
     # XLA's GEMM adds to d_weight in place only inside a loop.
     unrolls = needs_grad.d_input and plan_of(problem).d_weight_kernel
-    carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
+    if not saves:
+        carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
+    else:  # the chunks' exponentials stay where they are written
+        parts = []
+        for start in range(0, tokens, config.rows):
+            carry, one = body(carry, Slice(start, min(config.rows, tokens - start), None), first=start == 0)
+            carry, one = lax.optimization_barrier((carry, one))
+            parts.append(one)
+        e = tuple(one.saved.e for one in parts if one.saved is not None)
+        without_e = (one._replace(saved=one.saved and one.saved._replace(e=None)) for one in parts)
+        found = jax.tree.map(lambda *of_chunks: jnp.concatenate(of_chunks), *without_e)
+        found = found._replace(saved=found.saved._replace(e=e))
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
-        d_weight, d_bias = _add_targets(problem, rows, d_weight, d_bias)
+        assert rows.theta is not None
+        d_weight, d_bias = _add_targets(problem, rows.target, rows.row_weight, rows.theta, d_weight, d_bias)
         if smoothing is not None:
             d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
     if d_bias is not None and problem.linear_bias is not None:
@@ -199,6 +288,7 @@ def _chunk(
     *,
     first: bool,
     gradients: bool,
+    saves: bool,
 ) -> tuple[Carry, OfTokens]:
     """Computes one chunk of rows. Returns the carry and what is known of its tokens."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
@@ -231,6 +321,11 @@ def _chunk(
         theta = smoothing.add_to_theta(chunk.of(rows.theta), chunk.of(rows.row_weight))
         rows = rows._replace(theta=chunk.put(rows.theta, theta))
     carry = carry._replace(rows=rows)
+    if saves:
+        assert e is not None
+        assert rho is not None
+        e = saved_kernels.clear(e, rho)
+        of_tokens = of_tokens._replace(saved=SavedChunk(e, rho[: chunk.size]))
     if e is None or rho is None:
         return carry, of_tokens
     carry = _add_gradients(problem, carry, chunk, e, x if scaled is None else scaled, start, rho, first=first)
@@ -277,7 +372,7 @@ def _statistics_of(
     joined: Joined,
     repaired: Repaired,
 ) -> RowStatistics:
-    """Returns the statistics of a chunk's rows, whose losses are their negative log-likelihoods: (39), (40)."""
+    """Returns the statistics of a chunk's rows, whose losses are their negative log-likelihoods: (43), (44)."""
     n, contributes = chunk.size, chunk.of(rows.row_weight) != 0
     total = joined.total[:n]
     again = row_kernels.leaves_range(total)
@@ -294,7 +389,15 @@ def _statistics_of(
     def selected(values: Array | None) -> Array | None:
         return None if values is None else jnp.where(contributes, values, jnp.zeros((), values.dtype))
 
-    exp_log, logit_sum = summed(found.exp_logs, repaired.exp_logs), summed(found.logit_sums, None)
+    entropy, logit_sum = None, summed(found.logit_sums, None)
+    if found.exp_logs is not None and repaired.exp_logs is not None:
+        # A number near log(total) is subtracted first. Otherwise both terms are as large as the negative log-likelihood
+        # of the target.
+        shift = jnp.clip(jnp.floor(jnp.log(total)), -40.0, 40.0)
+        pairs = (found.exp_logs, found.sums), (repaired.exp_logs, repaired.sums)
+        exp_log = summed(*(exp_logs[:, :n] - shift * sums[:, :n] for exp_logs, sums in pairs))
+        assert exp_log is not None
+        entropy = jnp.log(total * jnp.exp(-shift)) - exp_log / total
     squares, argmax = summed(found.squares, repaired.squares), None
     if found.columns is not None:
         tile = plan_of(problem).tile
@@ -309,7 +412,7 @@ def _statistics_of(
         nll=chunk.of(rows.loss),
         max=jnp.full(n, jnp.inf, jnp.float32) if rows.largest is None else chunk.of(rows.largest),
         weighted_sum=None,
-        entropy=selected(None if exp_log is None else jnp.log(total) - exp_log / total),
+        entropy=selected(entropy),
         argmax=selected(argmax),
         mean_logit=selected(None if logit_sum is None else logit_sum / problem.classes),
         sum_squared_probs=selected(None if squares is None else squares / total / total),
@@ -394,7 +497,7 @@ def _add_d_weight(
             vocab_axis=axis,
             in_l2=share_added_in_l2(chunk.size, plan.gpu),
             rows=chunk.size,
-            old=None if first and not plan.d_weight_starts else d_weight,
+            old=None if first and not plan.d_weight_starts and problem.grad_into is None else d_weight,
             starts=first if plan.d_weight_starts else None,
         )
     scaled = Slice(start, chunk.size, None).of(x)
@@ -436,13 +539,15 @@ def target_rows(problem: Problem, column: Array) -> Array:
 
 
 def _add_targets(
-    problem: Problem, rows: CallRows, d_weight: Array | None, d_bias: Array | None
+    problem: Problem,
+    target: Array,
+    row_weight: Array,
+    theta: Array,
+    d_weight: Array | None,
+    d_bias: Array | None,
 ) -> tuple[Array | None, Array | None]:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
-    assert rows.theta is not None
-    target, row, theta = target_grad.sort_by_target(
-        rows.target, rows.row_weight, rows.theta, problem.tokens, problem.classes
-    )
+    target, row, theta = target_grad.sort_by_target(target, row_weight, theta, problem.tokens, problem.classes)
     if d_weight is not None:
         d_weight = target_grad.add_targets(
             d_weight, problem.input, target, row, theta, classes=problem.classes, vocab_axis=problem.vocab_axis

@@ -259,6 +259,7 @@ def choose_scaled_exp(
     classes: int,
     itemsize: int,
     stores: bool,
+    saves: bool = False,
     holds: bool,
     d_bias: bool,
     statistics: int,
@@ -279,6 +280,7 @@ def choose_scaled_exp(
         classes: K.
         itemsize: of the input's dtype.
         stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
+        saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         holds: the chunk's rows of the input are in the memory of d_input or of the input.
         d_bias: d_bias is computed.
         statistics: how many numbers besides the sums a kernel writes for each row and class block.
@@ -299,6 +301,7 @@ def choose_scaled_exp(
     # Rows' numbers but for the sorted ones, which come when the exponentials are gone; d_bias, in float32 and as it is
     # returned.
     fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096
+    in_workspace = stores and not saves
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
@@ -311,10 +314,11 @@ def choose_scaled_exp(
         chunks = cdiv(tokens, rows)
         places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
         size = fixed + places + second_d_weight * (chunks == 2)
-        size += itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
+        # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
+        size += itemsize * (-(-rows // 8) * 8 * padded(classes) * in_workspace + rows * hidden * (saves or not holds))
         most = max(0, min(budget // D_INPUT_FRACTION, budget - size))
         last = (tokens - 1) % rows + 1
-        last_rows = rows if hopper and (rows - last) * COMPILED_FRACTION <= tokens else last
+        last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
         return ScaledExpConfig(rows, last_rows, most, size + max(sums, scratch(rows, most)))
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
@@ -338,7 +342,7 @@ def choose_scaled_exp(
         lambda rows: (config(rows),),
         tokens=tokens,
         least_rows=least_rows,
-        chunks=1 if tokens == least_rows else max(1, -(-tokens * itemsize * padded(classes) * stores // budget)),
+        chunks=1 if tokens == least_rows else max(1, -(-tokens * itemsize * padded(classes) * in_workspace // budget)),
         enough=enough,
         budget=budget,
         call=call,
@@ -374,6 +378,7 @@ def choose_recomputed(
     d_input: bool,
     d_weight: bool,
     needs_cast: bool,
+    splits_head: bool = False,
     in_place: bool,
     budget: int,
 ) -> ChunkConfig:
@@ -389,6 +394,7 @@ def choose_recomputed(
         d_input: d_input is computed.
         d_weight: d_weight is computed.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
+        splits_head: the head is cast to two matrices, side by side.
         in_place: matmuls are added to their sums in place, to d_weight by a kernel and to d_input by cuBLAS. Otherwise
             a float32 result of each matmul is counted.
         budget: bytes.
@@ -400,14 +406,17 @@ def choose_recomputed(
     tokens = max(tokens, 1)
     second = d_input or d_weight
     # The head's vocabulary chunk, and d_weight's matmul; rows of the input.
-    per_class = hidden * (itemsize * (second or needs_cast) + 4 * (d_weight and not in_place)) + 32
-    per_row = hidden * itemsize * (1 + (float16 and d_weight)) + 128
+    parts = 1 + splits_head
+    per_class = hidden * (itemsize * parts * (second or needs_cast) + 4 * (d_weight and not in_place)) + 32
+    per_row = hidden * itemsize * (1 + (float16 and d_weight) + 2 * splits_head) + 128
     fixed = 64 * tokens + 8 * classes + 4096
 
     def model(vocab_chunk: int) -> WorkspaceModel:
         blocks = -(-(vocab_chunk if needs_cast else classes) // CLASS_BLOCK)  # of the first pass
         partial = 4 * statistics * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)
-        sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * vocab_chunk * second  # d_input's, and d_logits
+        sums = (
+            hidden * parts * 4 * (1 + (not in_place)) * d_input + itemsize * vocab_chunk * second
+        )  # d_input's, and d_logits
         return WorkspaceModel(fixed, per_row + max(partial, sums), per_class, 0)
 
     def even(vocab_chunk: int) -> int:

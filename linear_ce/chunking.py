@@ -8,6 +8,7 @@ classes. `choose_chunks` returns the largest chunk that fits the budget.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 MIN_ROWS = 16  # matmuls of fewer rows waste the matrix units; a budget that cannot hold 16 rows raises an error
 
@@ -19,6 +20,13 @@ ROW_MULTIPLE = 16
 # each chunk takes longer than computing the logits of more rows twice. By estimates, not by measurements.
 LEAST_FLOAT32_ROWS = 128  # of float32 matmuls without TF32
 LEAST_ROW_GRADIENTS = 512  # of 16-bit matmuls
+
+
+# Rows that are saved for the backward pass, if not all of them. With fewer, adding them to d_weight takes longer than
+# the matmul that they save.
+LEAST_SAVED_ROWS = 512
+SAVED_ROWS_MULTIPLE = 128  # rows of a tile of logits
+SAVED_ROW_BYTES, SAVED_FIXED_BYTES = 32, 4096  # the factors, the targets and the order of the rows; what aligns arrays
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,44 @@ def _largest(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> C
     return ChunkConfig(rows, vocab_chunk, float32_sum=False, bytes=model.bytes(rows, vocab_chunk))
 
 
+class SavedRowCount(NamedTuple):
+    """How many of a call's rows are saved for the backward pass, and the bytes that they take."""
+
+    rows: int
+    tokens: int
+    bytes: int
+
+
+def choose_saved_rows(
+    *, tokens: int, hidden: int, classes: int, itemsize: int, d_input: bool, d_head: bool, budget: int
+) -> SavedRowCount:
+    """Returns how many rows of a call fit `budget` bytes between its forward and its backward pass: all, or the first
+    ones.
+
+    A row takes one number for each class, in the input's dtype, if a gradient of the head is needed, and its row of
+    d_input.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K.
+        itemsize: bytes of input's dtype.
+        d_input: d_input is computed.
+        d_head: d_weight or d_bias is computed.
+        budget: bytes. 0 saves no row.
+    """
+    # Not times the booleans: torch.compile may have symbols in place of the numbers.
+    per_row = SAVED_ROW_BYTES + itemsize * ((hidden if d_input else 0) + (-(-classes // 64) * 64 if d_head else 0))
+    rows = max(budget - SAVED_FIXED_BYTES, 0) // per_row // 8 * 8  # some kernels write rows in blocks of 8
+    if rows >= tokens:
+        rows = tokens
+    else:
+        rows -= rows % SAVED_ROWS_MULTIPLE
+        if rows < LEAST_SAVED_ROWS:
+            rows = 0
+    return SavedRowCount(rows, tokens, SAVED_FIXED_BYTES + per_row * (-(-rows // 8) * 8) if rows else 0)
+
+
 PATHS = {
     "scaled_exp": "the gradients are matmuls of stored exponentials",
     "recompute": "the gradients compute the logits again",
@@ -172,6 +218,8 @@ def describe_plan(
     library: str,
     workspace: int,
     budget: int,
+    saved: SavedRowCount | None,
+    saves_logits: bool,
 ) -> str:
     """Returns the description of a plan, a few lines in the same words for both frameworks.
 
@@ -186,6 +234,8 @@ def describe_plan(
         library: the library that computes the others.
         workspace: bytes of workspace.
         budget: bytes of the memory budget.
+        saved: which rows are saved for the backward pass; None if no row. `tokens` is their number then.
+        saves_logits: whether that saves a matmul of the saved rows.
     """
     family, why = "none", f": {PATHS[path]}"
     if kernels is not None:
@@ -204,4 +254,10 @@ def describe_plan(
         "matmuls": "; ".join(f"{', '.join(names)} by {maker}" for maker, names in makers.items() if names),
         "workspace": f"{workspace / 2**20:.1f} MiB of a budget of {budget / 2**20:.1f} MiB",
     }
+    if saved is not None:
+        matmuls_of_call = 4 - saves_logits * saved.rows / max(saved.tokens, 1)
+        lines["saved"] = (
+            f"{saved.rows} of {saved.tokens} rows in {saved.bytes / 2**20:.1f} MiB: {matmuls_of_call:.3g} matmuls, "
+            "4 if a gradient of entropy or lse arrives"
+        )
     return "\n".join(f"{name}: {value}" for name, value in lines.items())

@@ -286,7 +286,7 @@ def reference_token_loss(
     arithmetic: Arithmetic = EXACT,
 ) -> TokenLossResult:
     """Returns the loss of a function of the log-probabilities, its gradients and its statistics: MATH.md (10), (35),
-    (36), (39), (40).
+    (36), (43), (44).
 
     Args:
         input: (..., D), float32 or float64.
@@ -372,8 +372,8 @@ def _token_stats(
         lse=p.lse,
         argmax=np.where(np.isfinite(p.lse), np.argmax(p.logits, axis=1), -1),
         is_top1=p.target_logit >= np.max(p.logits, axis=1),
-        mean_logit=np.mean(p.logits, axis=1),  # (39)
-        sum_squared_probs=np.sum(p.probs**2, axis=1),  # (40)
+        mean_logit=np.mean(p.logits, axis=1),  # (43)
+        sum_squared_probs=np.sum(p.probs**2, axis=1),  # (44)
         mean_abs_logit=np.mean(np.abs(p.logits), axis=1),
     )
     return TokenStatsResult(*(np.where(contributes, one, one.dtype.type(0)).reshape(shape) for one in stats))

@@ -31,3 +31,10 @@ def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
     rounded = ((bits + to_even) & np.uint32(0xFFFF0000)).view(np.float32)
     # The carry would turn some NaNs into infinities or zeros.
     return np.where(np.isnan(single), np.float32(np.nan), rounded)
+
+
+def split_head(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns float32 numbers rounded to the sum of two numbers of `dtype`, float32: MATH.md (39)."""
+    high = round_to(array, dtype)
+    with np.errstate(invalid="ignore"):  # infinities in padding
+        return high + round_to(np.asarray(array, np.float32) - high, dtype)

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, cast
 Reduction = Literal["mean", "sum", "none"]
 
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
+HeadPrecision = Literal["input", "float32"]
+HEAD_PRECISIONS: tuple[HeadPrecision, ...] = ("input", "float32")
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 DEFAULT_MEMORY_BUDGET = 512 * 2**20  # bytes of workspace besides inputs and gradients
 
@@ -62,6 +64,8 @@ class LossSpec:
         softcap: > 0 or None; `logits = softcap * tanh(raw / softcap)`.
         logit_scale: factor on `input @ linear_weight.T + linear_bias`, before the cap.
         vocab_size: number of classes; rows of linear_weight past it are padding. None: all rows are classes.
+        head_precision: "input" rounds a float32 linear_weight to input's dtype. "float32" takes it as the sum of two
+            bfloat16 numbers. None is "input".
 
     Raises:
         TypeError: an option is not of its type.
@@ -75,6 +79,7 @@ class LossSpec:
     softcap: float | None = None
     logit_scale: float = 1.0
     vocab_size: int | None = None
+    head_precision: HeadPrecision | None = "input"
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -89,6 +94,7 @@ class LossSpec:
         vocab_size = None if self.vocab_size is None else _integer("vocab_size", self.vocab_size)
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
+        head_precision = check_choice("head_precision", self.head_precision or "input", HEAD_PRECISIONS)
         # Plain Python values, so that equal calls hash and compare equal for all number types.
         object.__setattr__(self, "ignore_index", _integer("ignore_index", self.ignore_index))
         object.__setattr__(self, "label_smoothing", smoothing)
@@ -96,6 +102,12 @@ class LossSpec:
         object.__setattr__(self, "softcap", softcap)
         object.__setattr__(self, "logit_scale", _number("logit_scale", self.logit_scale))
         object.__setattr__(self, "vocab_size", vocab_size)
+        object.__setattr__(self, "head_precision", head_precision)
+
+    @property
+    def splits_head(self) -> bool:
+        """Whether a float32 head is the sum of two matrices of input's dtype."""
+        return self.head_precision == "float32"
 
     def classes(self, rows: int) -> int:
         """Returns the number of classes of a head with `rows` rows (V); raises ValueError if vocab_size exceeds it."""
@@ -123,6 +135,7 @@ def check_arrays(
     weight: ArrayInfo | None = None,
     token_weight: ArrayInfo | None = None,
     normalizer: ArrayInfo | None = None,
+    grad_into: ArrayInfo | None = None,
     vocab_axis: int = 0,
 ) -> None:
     """Raises an error if a shape or dtype is not supported. The message names the argument and its shape or dtype.
@@ -131,11 +144,13 @@ def check_arrays(
         input: (..., D), float16, bfloat16 or float32.
         linear_weight: (V, D), or (D, V) where `vocab_axis` is 1; input's dtype or float32.
         target: (...), any integer dtype.
-        spec: the options; `vocab_size` is checked against V, `normalizer` against the reduction.
+        spec: the options; `vocab_size` is checked against V, `normalizer` against the reduction, `head_precision`
+            against the dtypes.
         linear_bias: (V,), input's dtype or float32.
         weight: (V,), any of the three float dtypes.
         token_weight: (...), target's shape, any of the three float dtypes.
         normalizer: (), any of the three float dtypes or an integer dtype.
+        grad_into: linear_weight's shape, float32.
         vocab_axis: which axis of linear_weight is the vocabulary.
 
     Raises:
@@ -152,6 +167,11 @@ def check_arrays(
     if len(linear_weight.shape) != 2:
         raise ValueError(f"linear_weight must have shape {layout}, got {linear_weight.shape}")
     _check_dtype("linear_weight", linear_weight, head_dtypes, f" (input is {input.dtype})")
+    if spec.splits_head and (linear_weight.dtype, input.dtype) != ("float32", "bfloat16"):
+        raise ValueError(
+            'head_precision "float32" needs a float32 linear_weight and a bfloat16 input, '
+            f"got a {linear_weight.dtype} linear_weight and a {input.dtype} input"
+        )
     vocab, hidden = linear_weight.shape[vocab_axis], linear_weight.shape[1 - vocab_axis]
     if hidden != input.shape[-1]:
         raise ValueError(
@@ -178,6 +198,9 @@ def check_arrays(
         if not normalizer.dtype.startswith(("int", "uint")):
             _check_dtype("normalizer", normalizer, (*FLOAT_DTYPES, "float64"))
         _check_shape("normalizer", normalizer, (), "a scalar")
+    if grad_into is not None:
+        _check_dtype("grad_into", grad_into, ("float32",))
+        _check_shape("grad_into", grad_into, linear_weight.shape, "linear_weight's shape")
     spec.classes(vocab)
 
 
@@ -198,6 +221,27 @@ def check_memory_budget(memory_budget: int | None) -> int:
     budget = _integer("memory_budget", memory_budget)
     if budget < 1:
         raise ValueError(f"memory_budget must be positive (bytes), got {budget}")
+    return budget
+
+
+def check_saved_budget(
+    saved_budget: int, reduction: Reduction, *, grad_into: bool, head_precision: HeadPrecision | None
+) -> int:
+    """Returns the bytes that may be kept for the backward pass; raises TypeError or ValueError if it is not an int of 0
+    or more, or not 0 where the reduction or another option admits no saved rows. `grad_into` is whether it is given."""
+    budget = _integer("saved_budget", saved_budget)
+    if budget < 0:
+        raise ValueError(f"saved_budget must not be negative (bytes), got {budget}")
+    if budget and grad_into:
+        raise ValueError(f"saved_budget must be 0 with grad_into: saved rows are not added to it, got {budget}")
+    if budget and head_precision == "float32":
+        raise ValueError(
+            f'saved_budget must be 0 with head_precision "float32": rows of a split head are not saved, got {budget}'
+        )
+    if budget and reduction != "none":
+        raise ValueError(
+            f'saved_budget needs reduction "none", got reduction {reduction!r}: the other reductions save no rows'
+        )
     return budget
 
 

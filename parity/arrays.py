@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 
 from linear_ce.reference import reference_log_probs
-from linear_ce.rounding import round_to
+from linear_ce.rounding import round_to, split_head
 from parity.cases import POISONS, Case
 from parity.token_losses import FORMS
 
@@ -114,7 +114,8 @@ def _poison(
 
 def _per_token(case: Case, arrays: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Returns the arrays of a token loss: advantages, and log-probabilities of policies near the one of the case."""
-    b, w = arrays.get("linear_bias"), round_to(arrays["linear_weight"], case.dtype)
+    round_head = split_head if case.spec.splits_head else round_to
+    b, w = arrays.get("linear_bias"), round_head(arrays["linear_weight"], case.dtype)
     log_prob = reference_log_probs(arrays["input"], w, arrays["target"], linear_bias=b, spec=case.spec).log_prob
     log_prob = np.where(np.isfinite(log_prob), log_prob, -5.0)  # no target, or one that is masked
     excluded = np.zeros(case.lead, bool)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parity.arrays import make_arrays
-from parity.cases import Case, select
+from parity.cases import GRAD_INTO_START, Case, select
 from parity.expected import GRADIENT_OF, dtype_of, outputs_of
 from parity.token_losses import FORMS
 
@@ -136,8 +136,12 @@ def options_of(case: Case, implementation: str | None) -> dict[str, Any]:
         "memory_budget": case.memory_budget,
         "implementation": implementation,
     }
+    if case.saved_budget:
+        options["saved_budget"] = case.saved_budget
     if case.function != "log_probs":
         options["reduction"] = spec.reduction
+    if spec.splits_head:
+        options["head_precision"] = "float32"
     if case.function == "loss":
         options |= {"label_smoothing": spec.label_smoothing, "z_loss_weight": spec.z_loss_weight}
     return options
@@ -160,11 +164,16 @@ def function_of(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
     """Returns the public function of a case. It takes all arguments by name, and returns the forward outputs by
     name."""
 
+    def named_loss(found: Any) -> dict[str, Any]:
+        if not isinstance(found, tuple):
+            return {"loss": found}
+        return {"loss": found[0], "d_weight": found[1] - GRAD_INTO_START}  # of JAX with grad_into
+
     def loss(**arguments: Any) -> dict[str, Any]:
         if not case.with_stats:
-            return {"loss": package.linear_cross_entropy(**arguments)}
-        loss, stats = package.linear_cross_entropy_with_stats(**arguments)
-        return {"loss": loss, **stats._asdict()}
+            return named_loss(package.linear_cross_entropy(**arguments))
+        found, stats = package.linear_cross_entropy_with_stats(**arguments)
+        return {**named_loss(found), **stats._asdict()}
 
     def log_probs(**arguments: Any) -> dict[str, Any]:
         return package.linear_log_probs(**arguments)._asdict()
@@ -174,9 +183,9 @@ def function_of(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
         per_token = [arguments.pop(name) for name in case.per_token]
         named = FORMS[case.token_loss].named(package.token_losses)
         if not case.token_stats:
-            return {"loss": package.linear_token_loss(*first, named, *per_token, **arguments)}
-        loss, stats = package.linear_token_loss_with_stats(*first, named, *per_token, **arguments)
-        return {"loss": loss, **stats._asdict()}
+            return named_loss(package.linear_token_loss(*first, named, *per_token, **arguments))
+        found, stats = package.linear_token_loss_with_stats(*first, named, *per_token, **arguments)
+        return {**named_loss(found), **stats._asdict()}
 
     return {"loss": loss, "log_probs": log_probs, "token_loss": token_loss}[case.function]
 
@@ -205,7 +214,11 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
     for name in argument_of.values():
         tensors[name].requires_grad_()
-    outputs = function_of(core_triton, case)(**tensors, **options_of(case, implementation))
+    options = options_of(case, implementation)
+    if case.grad_into:
+        options["grad_into"] = torch.full(tensors["linear_weight"].shape, GRAD_INTO_START, device=device)
+        del argument_of["d_weight"]
+    outputs = function_of(core_triton, case)(**tensors, **options)
     if argument_of:
         leaves = [tensors[name] for name in argument_of.values()]
         # A token loss may be constant in an array. Autograd then gives no gradient of it.
@@ -213,6 +226,8 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
         roots, upstream = zip(*((outputs[name], cotangents[f"d_{name}"]) for name in roots_of(case)), strict=True)
         gradients = torch.autograd.grad(roots, leaves, upstream, materialize_grads=zeros)
         outputs |= dict(zip(argument_of, gradients, strict=True))
+    if case.grad_into:
+        outputs["d_weight"] = options["grad_into"] - GRAD_INTO_START
     ran = core_triton.explain(tensors["input"], tensors["linear_weight"], implementation=implementation)
 
     def export(tensor: Any) -> tuple[np.ndarray, str]:
@@ -241,6 +256,9 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
     function = function_of(jax_pallas, case)
     options = options_of(case, implementation) | {"vocab_axis": case.vocab_axis}
+    if case.grad_into:
+        operands["grad_into"] = jnp.full(operands["linear_weight"].shape, GRAD_INTO_START)
+        del argument_of["d_weight"]
 
     def call(differentiated: dict[str, Any], others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         outputs = function(**differentiated, **others, **options)

@@ -39,6 +39,8 @@ POISONS = (
 )
 
 
+GRAD_INTO_START = 2.0**-12  # not 0, so that what overwrites it shows, and small, so that adding to it rounds little
+
 _MEAN, _SUM, _NONE = LossSpec("mean"), LossSpec("sum"), LossSpec("none")
 
 
@@ -55,6 +57,7 @@ class Case:
     vocab: int = 507  # V, rows of the head
     dtype: str = "float32"
     head_dtype: str = ""  # "" is dtype
+    grad_into: bool = False  # the gradient of the head is added to a float32 array of `GRAD_INTO_START`
     spec: LossSpec = _MEAN
     has_bias: bool = False
     has_class_weight: bool | Literal["zero"] = False
@@ -67,6 +70,7 @@ class Case:
     logit_std: float = 2.0
     vocab_axis: int = 0  # 1: the head reaches JAX as (D, V), and PyTorch as a transposed view
     tight_memory: bool = False
+    saved_budget: int = 0  # bytes
     upstream: Literal["one", "random"] = "one"
     unused: tuple[str, ...] = ()  # results of log_probs that nothing is computed from: their upstream gradients are 0
     with_stats: bool = True
@@ -102,7 +106,8 @@ class Case:
         Under a tight budget a 16-bit d_weight may be summed over the chunks in its own dtype. The k-th of n chunks
         rounds a sum of variance k / n of the whole: together (n + 1) / 2, of which the unfused computation has 1.
         """
-        chunks = self.fractions if self.tight_memory and self.weight_dtype != "float32" else 1
+        in_16_bits = self.weight_dtype != "float32" and not self.grad_into
+        chunks = self.fractions if self.tight_memory and in_16_bits else 1
         return (chunks + 1) / 2 - 1
 
     @property
@@ -328,6 +333,11 @@ def select(only: str = "", exhaustive: bool = False) -> Iterator[Case]:
 
 _PADDED = LossSpec(vocab_size=500, label_smoothing=0.1, z_loss_weight=0.01)
 
+_INTO: dict[str, Any] = {"grad_into": True, "loss_scale": 1.0}  # the upstream gradient must be 1
+
+_SPLIT_SPEC = LossSpec(head_precision="float32")
+_SPLIT: dict[str, Any] = {"head_dtype": "float32", "spec": _SPLIT_SPEC}
+
 # Edges of the contract: name, fields, dtypes. Reduction "mean" where no spec is given.
 _ALL = FLOAT_DTYPES
 _TWO = ("float32", "bfloat16")
@@ -335,6 +345,9 @@ _ONE = ("float32",)
 _BF16 = ("bfloat16",)
 _16_BITS = ("float16", "bfloat16")
 _CAPPED = LossSpec("sum", softcap=3.0, logit_scale=0.7, z_loss_weight=0.1)
+# A shape whose exponentials the kernels of both frameworks store, and a budget that holds all rows. One for 512 rows.
+_SAVED: dict[str, Any] = {"hidden": 64, "vocab": 640, "upstream": "random", "saved_budget": 2**24}
+_PART: dict[str, Any] = {**_SAVED, "lead": (640,), "saved_budget": 2**12 + 512 * (32 + 2 * (64 + 640))}
 _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("empty-mean", {"lead": (0,), "has_bias": True}, _TWO),
     ("empty-sum", {"lead": (0,), "spec": _SUM}, _ONE),
@@ -440,6 +453,60 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("hidden64-frozen", {"hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
     ("tight-mean", {"tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {"tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE, "has_bias": True}, _ALL),
+    ("grad_into-mean", {**_INTO, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _ALL),
+    ("grad_into-tight", {**_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "with_stats": False}, _ALL),
+    (
+        "grad_into-options",
+        {**_INTO, "head_dtype": "float32", "vocab_axis": 1, "has_class_weight": True, "token_weight": "signed"}
+        | {"spec": LossSpec("sum", label_smoothing=0.1, softcap=5.0, vocab_size=500), "tight_memory": True}
+        | {"has_bias": True, "strided": True},
+        _TWO,
+    ),
+    ("grad_into-empty", {**_INTO, "lead": (0,)}, _ONE),
+    ("grad_into-range", {**_INTO, "poison": ("target_range",)}, _BF16),
+    ("hidden64-grad_into", {**_INTO, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _BF16),
+    (
+        "hidden64-grad_into-tight",
+        {**_INTO, "hidden": 64, "lead": (252,), "vocab": 1024, "tight_memory": True, "vocab_axis": 1}
+        | {"spec": LossSpec("sum", vocab_size=960, label_smoothing=0.1)},
+        _BF16,
+    ),
+    ("head_split-mean", {**_SPLIT, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
+    ("head_split-none", {**_SPLIT, "spec": replace(_SPLIT_SPEC, reduction="none", softcap=5.0)}, _BF16),
+    (
+        "head_split-options",
+        {**_SPLIT, "vocab_axis": 1, "hidden": 21, "has_class_weight": True, "token_weight": "signed", "strided": True}
+        | {"spec": replace(_SPLIT_SPEC, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, vocab_size=500)},
+        _BF16,
+    ),
+    (
+        "head_split-tight",
+        {**_SPLIT, **_INTO, "tight_memory": True, "lead": (252,), "hidden": 64, "vocab": 1001},
+        _BF16,
+    ),
+    # d_input is near the target's row of the head, so rounding that row too would show.
+    ("head_split-few", {**_SPLIT, "lead": (1,), "hidden": 256, "vocab": 123, "logit_std": 0.01}, _BF16),
+    ("head_split-frozen", {**_SPLIT, "frozen": ("linear_weight",)}, _BF16),
+    ("head_split-range", {**_SPLIT, "poison": ("target_range",)}, _BF16),
+    ("head_split-empty", {**_SPLIT, "lead": (0,)}, _BF16),
+    ("hidden64-head_split-logits80", {**_SPLIT, "hidden": 64, "vocab": 640, "logit_std": 40.0}, _BF16),
+    ("hidden64-grad_into-frozen", {**_INTO, "hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
+    (
+        "saved",
+        {**_SAVED, "has_bias": True, "ignored": "some", "token_weight": "signed"}
+        | {"spec": LossSpec("none", z_loss_weight=0.01), "poison": ("ignored_rows",)},
+        _BF16,
+    ),
+    (
+        "saved-softcap",
+        {**_SAVED, "vocab_axis": 1, "has_class_weight": True, "spec": LossSpec("none", softcap=5.0, logit_scale=0.7)},
+        _BF16,
+    ),
+    ("saved-nan", {**_SAVED, "spec": _NONE, "has_bias": True, "poison": ("input_nan",)}, _BF16),
+    ("saved-range", {**_SAVED, "spec": _NONE, "has_bias": True, "poison": ("target_range",)}, _BF16),
+    ("saved-tight", {**_SAVED, "spec": _NONE, "has_bias": True, "lead": (600,), "tight_memory": True}, _BF16),
+    ("saved-part", {**_PART, "spec": _NONE, "has_bias": True, "ignored": "some"}, _BF16),
+    ("saved-frozen_input", {**_SAVED, "spec": _NONE, "has_bias": True, "frozen": ("input",)}, _BF16),
 )
 _LOG_PROB: dict[str, Any] = {"unused": ("entropy", "lse")}
 _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
@@ -470,6 +537,14 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("log_prob-logits80", {**_LOG_PROB, "hidden": 64, "logit_std": 40.0}, _BF16),
     ("log_prob-frozen_weight", {**_LOG_PROB, "hidden": 64, "frozen": ("linear_weight",)}, _BF16),
     ("entropy", {"unused": ("log_prob", "lse")}, _TWO),
+    ("head_split", {**_SPLIT, "has_bias": True, "ignored": "some"}, _BF16),
+    ("saved", {**_SAVED, **_LOG_PROB, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
+    ("saved-softcap", {**_SAVED, **_LOG_PROB, "vocab_axis": 1, "spec": LossSpec(softcap=5.0)}, _BF16),
+    ("saved-logits80", {**_SAVED, **_LOG_PROB, "logit_std": 40.0}, _BF16),
+    ("saved-range", {**_SAVED, **_LOG_PROB, "poison": ("target_range",)}, _BF16),
+    ("saved-part", {**_PART, **_LOG_PROB}, _BF16),
+    ("saved-entropy", {**_SAVED}, _BF16),  # a gradient of the entropy: what was saved is not used
+    ("saved-frozen_weight", {**_SAVED, **_LOG_PROB, "frozen": ("linear_weight",)}, _BF16),
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}
@@ -489,12 +564,14 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("masked_target", {**_CLIP, "poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _ONE),
     ("ignore_index", {**_CLIP, "spec": LossSpec("sum", ignore_index=7), "target": "skewed", "ignored": "some"}, _ONE),
     ("head32", {**_CLIP, "head_dtype": "float32", "has_bias": True}, _BF16),
+    ("head_split", {**_CLIP, **_SPLIT, "has_bias": True}, _BF16),
     ("frozen_weight", {**_CLIP, "frozen": ("linear_weight",)}, _BF16),
     ("frozen_tokens", {**_KL, "frozen": ("advantage", "old_log_prob", "ref_log_prob"), "spec": _SUM}, _BF16),
     ("only_tokens", {**_CLIP, "frozen": ("input", "linear_weight")}, _ONE),
     ("no_gradient", {**_CLIP, "frozen": ("input", "linear_weight", "advantage", "old_log_prob")}, _BF16),
     ("hidden64", {**_KL, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _16_BITS),
     ("hidden64-tight", {**_KL, "hidden": 64, "lead": (600,), "vocab": 1600, "tight_memory": True}, _BF16),
+    ("grad_into", {**_KL, **_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _TWO),
     ("tight-mean", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
     ("stats-mean", {**_KL, **_STATS, "hidden": 64, "has_bias": True, "spec": LossSpec(vocab_size=500)}, _ALL),
@@ -512,6 +589,7 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         _TWO,
     ),
     ("stats-logits80", {**_CLIP, **_STATS, "logit_std": 40.0, "hidden": 64, "vocab": 640}, _ALL),
+    ("stats-grad_into", {**_KL, **_STATS, **_INTO, **_SPLIT, "has_bias": True, "ignored": "some"}, _BF16),
     ("stats-empty", {**_CLIP, **_STATS, "lead": (2, 0)}, _ONE),
 )
 

@@ -18,7 +18,7 @@ from linear_ce.reference import (
     reference_token_loss,
     unfused,
 )
-from linear_ce.rounding import round_to
+from linear_ce.rounding import round_to, split_head
 from linear_ce.statistics import TOKEN_STATS
 from parity.cases import Case
 from parity.token_losses import FORMS, conditions
@@ -66,7 +66,8 @@ def outputs_of(case: Case) -> tuple[str, ...]:
 
 def dtype_of(case: Case, output: str) -> str:
     """Returns the dtype that a floating-point output must have."""
-    dtypes = {"is_top1": "bool", "d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
+    head = "float32" if case.grad_into else case.weight_dtype
+    dtypes = {"is_top1": "bool", "d_input": case.dtype, "d_weight": head, "d_bias": case.weight_dtype}
     return dtypes.get(output, case.per_token_dtype if output in GRADIENT_OF else "float32")
 
 
@@ -186,6 +187,8 @@ def compare_pair(
 def evaluate_unfused(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the outputs of the unfused computation in the case's dtype, as a backend would give them."""
     found = _named(case, _evaluate(case, arrays, unfused(case.dtype, case.weight_dtype)))
+    if case.grad_into:
+        found["d_weight"] = _named(case, _evaluate(case, arrays, unfused(case.dtype, "float32")))["d_weight"]
     for name in case.per_token:
         found[f"d_{name}"] = round_to(found[f"d_{name}"], case.per_token_dtype)
     return {name: found[name] for name in outputs_of(case)}
@@ -205,7 +208,9 @@ def _evaluate(
 ) -> Result:
     arguments: dict[str, Any] = {**arrays, "spec": case.spec, "arithmetic": arithmetic}
     # A float32 head is used in the input's dtype: that rounding belongs to the meaning, not to the error.
-    arguments["linear_weight"] = round_to(arguments["linear_weight"], case.dtype)
+    arguments["linear_weight"] = (split_head if case.spec.splits_head else round_to)(
+        arguments["linear_weight"], case.dtype
+    )
     if case.function == "token_loss":
         arguments["token_loss"] = token_loss or FORMS[case.token_loss]
         named = [arguments.pop(name) for name in ("input", "linear_weight", "target", "token_loss", *case.per_token)]

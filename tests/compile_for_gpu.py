@@ -1,14 +1,15 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "none", "eval", "token_loss" or "token_stats"), n, d, v, vocab_axis
-and implementation.
+a JSON list of dicts with the keys mode ("train", "none", "saved", "eval", "token_loss", "token_stats" or "grad_into"),
+n, d, v, vocab_axis and implementation.
 """
 
 import json
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_pallas import linear_cross_entropy, linear_token_loss, linear_token_loss_with_stats, token_losses
+from jax_pallas import (
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_token_loss,
+    linear_token_loss_with_stats,
+    token_losses,
+)
 
 
 def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, implementation: str) -> Any:
@@ -39,7 +46,23 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         losses, vjp = jax.vjp(lambda x, w: loss(x, w, y, "none"), x, w)
         return losses, vjp(d_loss)
 
+    def grad_into(x: jax.Array, w: jax.Array, y: jax.Array, into: jax.Array) -> Any:
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+        loss = partial(linear_cross_entropy, linear_weight=w, target=y, grad_into=into, **options)
+        return jax.value_and_grad(loss, has_aux=True)(x)
+
+    def saved(x: jax.Array, w: jax.Array, y: jax.Array, d_loss: jax.Array) -> Any:
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+
+        def log_prob(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            found = linear_log_probs(x, w, y, saved_budget=2**34, **options)
+            return found.log_prob, found.entropy
+
+        log_probs, vjp, entropy = jax.vjp(log_prob, x, w, has_aux=True)
+        return log_probs, entropy, vjp(d_loss)
+
     head = (v, d) if vocab_axis == 0 else (d, v)
+    donated: tuple[int, ...] = ()
     arguments = [shape((n, d), jnp.bfloat16), shape(head, jnp.bfloat16), shape((n,), jnp.int32)]
     function: Any = loss
     if mode == "train":
@@ -52,10 +75,12 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
     elif mode == "token_stats":
         function = jax.value_and_grad(token_stats, argnums=(0, 1), has_aux=True)
         arguments += [shape((n,), jnp.float32)] * 2
-    elif mode == "none":
-        function, arguments = none, [*arguments, shape((n,), jnp.float32)]
+    elif mode in ("none", "saved"):
+        function, arguments = {"none": none, "saved": saved}[mode], [*arguments, shape((n,), jnp.float32)]
+    elif mode == "grad_into":
+        function, arguments, donated = grad_into, [*arguments, shape(head, jnp.float32)], (3,)
     with jax.set_mesh(mesh):
-        return jax.jit(function).lower(*arguments).compile()
+        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
 
 # Instructions of a program that launch nothing.

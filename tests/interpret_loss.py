@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from assertions import least_budget
-from token_loss_problem import counted_chunks, make_problem, outputs, used_of_budget
+from token_loss_problem import NAMED, counted_chunks, make_problem, outputs, used_of_budget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
@@ -38,6 +38,7 @@ import core_triton
 from core_triton import chunked, operators, ops, row_kernels, row_math, scaled_exp, target_grad, token_losses
 from core_triton.problem import NeedsGrad, Problem, plan_of
 from core_triton.stored_logits import STORED_TILES
+from core_triton.token_hook import TokenHook
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
@@ -564,6 +565,46 @@ def run_kept_rows() -> None:
         say(name=name, used={"kept": 0.0 if right else 200.0})
 
 
+def run_token_kernel() -> None:
+    """Compares `token_kernels` with the formulas under autograd: all named losses, on rows in any order and on a slice,
+    with strided arguments of other dtypes, and with rows that do not contribute or are NaN."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, n = 700, 600
+    row_weight = torch.rand(tokens, generator=generator)
+    row_weight[::5] = 0.0
+    order, nll = torch.randperm(tokens, generator=generator)[:n], 8 * torch.rand(n, generator=generator) ** 2
+    nll[row_weight[order] == 0], nll[3] = torch.nan, torch.nan
+    for name, function in NAMED.items():
+        arguments = torch.randn(2, tokens, 4, generator=generator)
+        arguments[..., 1:] *= 0.5
+        arguments[0, :, 1:] -= torch.zeros(tokens).index_put((order,), nll.nan_to_num())[:, None]
+        arguments[:, ::5] = torch.nan
+        per_token = [arguments[0, :, 0].bfloat16(), *arguments[0, :, 1:].unbind(1)][: len(function.per_token)]
+        for rows in (order, slice(50, 50 + n)):
+            for d_logits, d_per_token in ((True, True), (True, False), (False, True)):
+                outputs: list[list[Tensor]] = []
+                for kernels in (True, False):
+                    hook = TokenHook(
+                        function,
+                        per_token,
+                        row_weight,
+                        d_logits=d_logits,
+                        d_per_token=[d_per_token] * len(per_token),
+                        kernels=kernels,
+                    )
+                    weight = hook.process(rows, nll)
+                    full = hook.loss, hook.gradient_weight, *hook.d_per_token
+                    outputs.append([one[rows] for one in full if one is not None])
+                    if d_logits:
+                        assert weight is not None
+                        outputs[-1].append(weight)
+                used = {
+                    f"{index}": 100 * error(found.numpy(), want.numpy()) / 1e-6
+                    for index, (found, want) in enumerate(zip(*outputs, strict=True))
+                }
+                say(name=f"{name}, {type(rows).__name__}, {d_logits}, {d_per_token}", used=used)
+
+
 # Rows of several programs.
 
 
@@ -693,6 +734,45 @@ def run_views(dtype: str) -> None:
         say(name=f"strides {w.stride()}, smoothing {smoothing}", used={"difference": 100 * max(differences) / 1e-6})
 
 
+# Rows that are saved for the backward pass.
+
+
+def run_saved() -> None:
+    """A row of NaN and one without a class change nothing if their upstream gradients are 0. A second backward pass
+    repeats the first. The entropies of several class blocks are those of `chunked`."""
+    made = problem(40, 24, 300, dtype=torch.bfloat16)
+    upstream = torch.linspace(-1.0, 2.0, 40)
+    kept = [row for row in range(40) if row not in (1, 4, 7)]
+    results = []
+    for rows in (kept, list(range(40))):
+        arrays = {name: one[rows] if name in ("input", "target") else one for name, one in made.items()}
+        arrays = {name: one.detach().clone() for name, one in arrays.items()}
+        of_rows = upstream[rows].clone()
+        if len(rows) == 40:
+            arrays["input"][1], arrays["input"][4] = float("nan"), float("nan")
+            arrays["target"][1], arrays["target"][7] = -100, 300
+            of_rows[1], of_rows[4], of_rows[7] = float("nan"), 0.0, 0.0
+        for name in ("input", "linear_weight", "linear_bias"):
+            arrays[name].requires_grad_()
+        options = {"saved_budget": 2**24, "implementation": Running.implementation}
+        log_prob, entropy, _ = core_triton.linear_log_probs(**arrays, **options)
+        if len(rows) < 40:
+            with torch.no_grad():
+                exact = core_triton.linear_log_probs(**arrays, implementation="chunked").entropy
+            say(name="entropy", used={"entropy": 100 * error(entropy.detach().numpy(), exact.numpy()) / 1e-6})
+        first = torch.autograd.grad(log_prob, leaves(arrays), of_rows, retain_graph=True)
+        first = [one.clone() for one in first]
+        second = torch.autograd.grad(log_prob, leaves(arrays), of_rows)
+        torch.testing.assert_close(list(second), first, rtol=0, atol=0)
+        d_input, *d_head = first
+        results.append([d_input[[rows.index(row) for row in kept]], *d_head])
+    used = {
+        str(i): 100 * error(a.float().numpy(), b.float().numpy()) / 4e-3
+        for i, (a, b) in enumerate(zip(*results, strict=True))
+    }
+    say(name="saved", used=used)
+
+
 def run_sm80(name: str, *arguments: Any) -> None:
     """A program with the kernels for compute capability 8.x."""
     with mock.patch.object(Running, "implementation", "triton_sm80"):
@@ -710,9 +790,11 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "token_loss": run_token_loss,
     "log_probs": run_log_probs,
     "kept_rows": run_kept_rows,
+    "token_kernel": run_token_kernel,
     "rows": run_rows,
     "stored": run_stored,
     "scale": run_scale,
+    "saved": run_saved,
     "views": run_views,
     "sm80": run_sm80,
 }

@@ -74,7 +74,7 @@ TRITON_KERNELS = (
         "tl.sum(logits, 1)",
         TABLE,
     ),
-    Mutation("core_triton/kernels.py", "d_logits - tau[:, None], d_logits", "d_logits + tau[:, None], d_logits", TABLE),
+    Mutation("core_triton/kernels.py", "d_logits - tau, d_logits", "d_logits + tau, d_logits", TABLE),
     Mutation(
         "core_triton/kernels.py", "for k in range(0, hidden, BLOCK_D)", "for k in range(0, BLOCK_D, BLOCK_D)", TABLE
     ),
@@ -192,7 +192,12 @@ TORCH_ROWS = (
     Mutation(
         "core_triton/row_math.py", "lambda c: torch.ldexp(c, -exponent)", "lambda c: torch.ldexp(c, exponent)", TORCH
     ),
-    Mutation("core_triton/chunked.py", "vocab_chunk, summed, first=first", "vocab_chunk, summed, first=True", TORCH),
+    Mutation(
+        "core_triton/chunked.py",
+        "summed is not None:\n            sums.d_bias.put(vocab_chunk, summed, first=first)",
+        "summed is not None:\n            sums.d_bias.put(vocab_chunk, summed, first=True)",
+        TORCH,
+    ),
     Mutation("core_triton/chunked.py", "top - FLOAT16_HEADROOM", "top", TORCH),
 )
 CONTRACT = (
@@ -220,8 +225,8 @@ CONTRACT = (
     ),
     Mutation(
         "linear_ce/chunking.py",
-        "if kept.rows >= tokens:",
-        "if kept.rows > tokens:",
+        "if whole.rows >= tokens or",
+        "if whole.rows > tokens or",
         tests("chunking", "problem_that_fits"),
     ),
     Mutation(
@@ -264,8 +269,8 @@ JAX_ROWS = (
     ),
     Mutation(
         "jax_pallas/chunked.py",
-        "vocab_chunk.of(d_bias) + summed",
-        "summed",
+        "summed is not None:\n            d_bias = vocab_chunk.put(d_bias, vocab_chunk.of(d_bias) + summed)",
+        "summed is not None:\n            d_bias = vocab_chunk.put(d_bias, summed)",
         tests("jax_pallas_transforms", "test_jit and 65536-mean"),
     ),
 )
@@ -347,7 +352,26 @@ TORCH_TOKENS = tests("core_triton_numeric", "test_case and token_loss")
 KERNEL_TOKENS = tests("core_triton_interpreted", "token_losses")
 JAX_TOKENS = tests("jax_pallas_numeric", "token_loss")
 TOKEN_LOSSES = (
-    Mutation("core_triton/token_hook.py", "None if d_log_prob is None else -d_log_prob", "d_log_prob", TORCH_TOKENS),
+    Mutation("core_triton/token_hook.py", "kept * -d_log_prob", "kept * d_log_prob", TORCH_TOKENS),
+    Mutation("core_triton/token_kernels.py", "rest + difference, -rest", "rest + difference, rest", KERNEL_TOKENS),
+    Mutation(
+        "core_triton/token_kernels.py",
+        "tl.where(factor == 0, 0.0, factor * value)",
+        "factor * value",
+        KERNEL_TOKENS,
+    ),
+    Mutation(
+        "core_triton/token_kernels.py",
+        "log_prob, -bound * first, -bound",
+        "log_prob, -ratio * first, -bound",
+        KERNEL_TOKENS,
+    ),
+    Mutation(
+        "core_triton/token_kernels.py",
+        "tl.load(ptr + row.to(tl.int64) * stride",
+        "tl.load(ptr + row.to(tl.int64)",
+        KERNEL_TOKENS,
+    ),
     Mutation(
         "core_triton/token_hook.py",
         "torch.where(log_prob.isnan(), torch.nan, row_weight)",
@@ -358,7 +382,12 @@ TOKEN_LOSSES = (
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
     Mutation("core_triton/chunked.py", "target, differentiated.row_weight[chunk]", "target, row_weight", TORCH_TOKENS),
     Mutation("core_triton/scaled_exp.py", "hook.process(order,", "hook.process(chunk,", KERNEL_TOKENS),
-    Mutation("core_triton/scaled_exp.py", "hook.gradient_weight[order]", "hook.gradient_weight[chunk]", KERNEL_TOKENS),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "    assert weight is not None",
+        "    weight = hook.gradient_weight[chunk] if hook.gradient_weight is not None else weight",
+        KERNEL_TOKENS,
+    ),
     Mutation("jax_pallas/token_hook.py", "jnp.nan, -weighted(d_log_prob)", "jnp.nan, weighted(d_log_prob)", JAX_TOKENS),
     Mutation(
         "jax_pallas/token_hook.py",
@@ -419,8 +448,8 @@ TOKEN_STATS = (
     Mutation("core_triton/scaled_exp.py", "lse_out=unused", "lse_out=rows.lse_out", KERNEL_STATS),
     Mutation(
         "core_triton/plan.py",
-        'key.stage in ("loss_and_gradients", "statistics")',
-        'key.stage == "loss_and_gradients"',
+        '("loss_and_gradients", "saved_rows", "statistics")',
+        '("loss_and_gradients", "saved_rows")',
         BIT_FOR_BIT,
     ),
     Mutation("core_triton/ops.py", '"statistics" if statistics & BY_ROW else "losses"', '"losses"', BIT_FOR_BIT),
@@ -527,9 +556,114 @@ SMOOTHING = (
     Mutation("jax_pallas/smoothing.py", "summed = d_input.astype", "summed = 0 * d_input.astype", JAX_SMOOTHING),
     Mutation("jax_pallas/smoothing.py", "factor = self._factor() / classes", "factor = self._factor()", JAX_SMOOTHING),
 )
+INTO, JAX_INTO = ("tests/test_core_triton_grad_into.py",), ("tests/test_jax_pallas_grad_into.py",)
+SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_jax_pallas_head_precision.py",)
+SPLIT_CASES = tests("core_triton_interpreted", "edges-bfloat16 and not sm80")
+HEAD_FLOAT32 = (
+    Mutation("core_triton/problem.py", "if self.adds or not first:", "if not first:", INTO),
+    Mutation("core_triton/problem.py", "first=first and not self.adds)", "first=first)", INTO),
+    Mutation("core_triton/grad_into.py", "        self.done = True\n", "        self.done = False\n", INTO),
+    Mutation("core_triton/grad_into.py", "                one == 1,\n", "                one == one,\n", INTO),
+    Mutation("core_triton/grad_into.py", "grad_into is not None and hooks(True)", "False", INTO),
+    Mutation("core_triton/ops.py", "torch.float16 and grad_into is None:", "torch.float16:", INTO),
+    Mutation("core_triton/grad_into.py", "    if not torch.is_grad_enabled():\n        return None", "", INTO),
+    Mutation("core_triton/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", INTO),
+    Mutation("jax_pallas/problem.py", "return HeadSums(problem.grad_into, d_bias)", "pass", JAX_INTO),
+    Mutation("jax_pallas/chunked.py", "head_scale if problem.grad_into is not None else ", "", JAX_INTO),
+    Mutation("jax_pallas/linear_ce.py", "jax.lax.stop_gradient(total)", "total", JAX_INTO),
+    Mutation("jax_pallas/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", JAX_INTO),
+    Mutation("jax_pallas/ops.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
+    Mutation("jax_pallas/plan.py", "vocab % 8 == 0)", "True)", JAX_INTO),
+    Mutation("jax_pallas/plan.py", "d_weight_starts &= not key.grad_into", "", JAX_INTO),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "if adds and not float32 else 0",
+        "if adds else 0",
+        tests("jax_pallas_hopper_gradients", "added_to_float32"),
+    ),
+    Mutation("core_triton/problem.py", "torch.sub(w, both[:, :hidden]", "torch.sub(w, w", SPLIT),
+    Mutation("core_triton/chunked.py", "+ d_input[:, problem.input.shape[1] :]", "", SPLIT),
+    Mutation("core_triton/scaled_exp.py", "chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]", "pass", SPLIT_CASES),
+    Mutation("core_triton/scaled_exp.py", "first=vocab_chunk.start == i == 0)", "first=i == 0)", SPLIT_CASES),
+    Mutation("core_triton/smoothing.py", "sums.view(-1, len(mean_row)).sum(0)", "sums[len(mean_row) :]", SPLIT_CASES),
+    Mutation("core_triton/row_kernels.py", "if not SPLITS_HEAD:", "if True:", SPLIT_CASES),
+    Mutation(
+        "jax_pallas/problem.py",
+        "lax.reduce_precision(w, finfo.nexp, finfo.nmant)",
+        "w.astype(dtype).astype(w.dtype)",
+        JAX_SPLIT,
+    ),
+    Mutation(
+        "jax_pallas/chunked.py", "d_rows.reshape(len(d_rows), 2, -1).sum(1)", "d_rows[:, : x.shape[1] // 2]", JAX_SPLIT
+    ),
+)
+SAVED = tests("core_triton_saved", "not compile and not opcheck")
+SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")
+JAX_SAVED = tests("jax_pallas_saved", "rows_that_do or part_of")
+SAVED_ROWS = (
+    Mutation("core_triton/chunked.py", "torch.where(lost, torch.nan, 1.0)", "torch.where(lost, 0.0, 1.0)", SAVED),
+    Mutation(
+        "core_triton/chunked.py", "torch.full_like(lse, 2.0**-FLOAT16", "torch.full_like(lse, 2.0**FLOAT16", SAVED
+    ),
+    Mutation("core_triton/chunked.py", "chunk.start == 0 and not started", "chunk.start == 0", SAVED),
+    Mutation("core_triton/saved_ops.py", "factor * row_weight, 0.0)[others]", "factor, 0.0)[others]", SAVED),
+    Mutation("core_triton/saved_ops.py", "torch.where(row_weight != 0, d_loss, 0.0)", "d_loss", SAVED),
+    Mutation("core_triton/saved_ops.py", "not (in_place and rows == tokens)", "not (rows == tokens)", SAVED),
+    Mutation(
+        "core_triton/saved_ops.py", "if d_entropy is not None or d_lse is not None", "if d_lse is not None", SAVED
+    ),
+    Mutation(
+        "linear_ce/chunking.py",
+        "rows -= rows % SAVED_ROWS_MULTIPLE",
+        "rows -= 0",
+        tests("chunking", "saved_rows"),
+    ),
+    Mutation("core_triton/row_statistics.py", "- shift[None, :] * part", "", SAVED_KERNELS),
+    Mutation("core_triton/row_statistics.py", "total * tl.exp2(-shift)", "total", SAVED_KERNELS),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "if hook is None:\n            _finish",
+        "if False:\n            _finish",
+        SAVED_KERNELS,
+    ),
+    Mutation("core_triton/saved_kernels.py", "if rho != rho", "if rho == 1", SAVED_KERNELS),
+    Mutation("core_triton/saved_kernels.py", "tl.where(theta == 0, -1, target)", "target", SAVED_KERNELS),
+    Mutation("core_triton/saved_kernels.py", "tl.where(factor == 0, 0.0, rho * factor)", "rho * factor", SAVED_KERNELS),
+    Mutation("jax_pallas/chunked.py", "jnp.where(lost, jnp.nan, 1.0)", "jnp.where(lost, 0.0, 1.0)", JAX_SAVED),
+    Mutation(
+        "jax_pallas/chunked.py",
+        "if vocab_chunk.fresh is not None:\n                e = ",
+        "if False:\n                e = ",
+        JAX_SAVED,
+    ),
+    Mutation(
+        "jax_pallas/saved_ops.py",
+        'factor = jnp.where(options.named(arrays)["row_weight"] != 0, d_loss, 0.0)',
+        "factor = d_loss",
+        JAX_SAVED,
+    ),
+    Mutation(
+        "jax_pallas/saved_kernels.py",
+        "lost = rho != rho",
+        "lost = rho == 1",
+        JAX_SAVED,
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "exp_logs[:, :n] - shift * sums[:, :n]",
+        "exp_logs[:, :n]",
+        tests("jax_pallas_saved", "kernels_are_within"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_logits.py",
+        "values * jnp.maximum(exponents, NO_PROBABILITY)",
+        "jnp.maximum(exponents, NO_PROBABILITY)",
+        tests("jax_pallas_hopper_logits", "test_exponentials"),
+    ),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *TOKEN_STATS),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

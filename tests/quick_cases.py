@@ -17,6 +17,8 @@ FEW_OF_NONE = ("target_range-none", "nan_masked-none", "tight-none")
 # The edge cases that jax_pallas runs. Each is compiled separately. test_jax_pallas_edges.py tests the other special
 # values, test_jax_pallas_transforms.py tests frozen arguments, and tight budgets are an option of the tables.
 OF_JAX = (
+    "grad_into-options",
+    "head_split-tight",
     "log_probs-frozen_input",
     "log_probs-masked_target",
     "log_probs-nan_ignored",
@@ -37,6 +39,9 @@ OF_TOKEN_LOSSES = (
     *("token_loss-nan_ignored-mean", "token_loss-target_range-mean", "token_loss-tight-mean"),
     *("token_loss-stats-tight", "token_loss-stats-poisons", "token_loss-stats-logits80"),
 )
+
+# The edge cases of saved rows that the interpreted kernels run. tests/test_*_saved.py have more.
+OF_SAVED_ROWS = ("saved", "saved-nan", "saved-part", "log_probs-saved-logits80")
 
 # Cases with sharp logits: one computes gradients in the forward pass, one in the backward pass. Their standard
 # deviations differ.
@@ -68,6 +73,8 @@ def is_left_out(implementation: str, edge: str) -> bool:
     """Returns whether the quick suite omits an edge because another case covers it."""
     if "token_loss" in edge:
         return edge.removeprefix("edge-") not in OF_TOKEN_LOSSES
+    if "saved" in edge:
+        return implementation == "jax-chunked" or edge.removeprefix("edge-") not in OF_SAVED_ROWS
     if "hidden64" in edge:  # for the Hopper kernels, which run only on a GPU
         return implementation == "jax-chunked" or not edge.endswith("hidden64")
     if implementation == "jax-chunked":

@@ -68,3 +68,22 @@ def _multiplies_since_copy(loop: list[Instruction], wait: int) -> int:
     before = [one.opcode for one in reversed(loop[wait + 1 :] + loop[:wait])]
     copy = next(index for index, opcode in enumerate(before) if opcode.startswith("LDGSTS"))
     return sum(opcode.startswith("HMMA") for opcode in before[:copy])
+
+
+def unread_at_arrival(sass: str) -> list[str]:
+    """Returns the matrices that a warp loads from shared memory, and whose memory it frees, by an arrival at a barrier,
+    before an instruction waits for them. Another warp may then overwrite what is yet to be read."""
+    code = [Instruction(int(address, 16), name, rest.strip()) for address, name, rest in INSTRUCTION.findall(sass)]
+    found = []
+    for index, load in enumerate(code):
+        if not load.opcode.startswith("LDSM"):
+            continue
+        first = int(re.search(r"R(\d+)", load.operands)[1])  # pyright: ignore[reportOptionalSubscript]
+        loaded = re.compile(rf"\bR(?:{'|'.join(str(first + i) for i in range(4))})\b")
+        for later in code[index + 1 :]:
+            if loaded.search(later.operands) or later.opcode.startswith(("BAR", "BRA", "EXIT")):
+                break
+            if later.opcode.startswith("SYNCS.ARRIVE"):
+                found.append(f"{load.opcode} {load.operands} at {load.address:#x}")
+                break
+    return found

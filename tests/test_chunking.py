@@ -181,6 +181,35 @@ def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name, parameter in signature(choose).parameters.items() if parameter.annotation is bool)
 
 
+@given(
+    st.integers(0, 70000), st.integers(1, 8192), st.integers(1, 260000), st.sampled_from((2, 4)), st.booleans(),
+    st.booleans(), st.integers(0, 2**34),
+)  # fmt: skip
+def test_saved_rows_fit_their_budget(
+    tokens: int, hidden: int, classes: int, itemsize: int, d_input: bool, d_head: bool, budget: int
+) -> None:
+    sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "classes": classes, "itemsize": itemsize}
+    found = chunking.choose_saved_rows(**sizes, d_input=d_input, d_head=d_head, budget=budget)
+    assert found.tokens == tokens
+    assert found.bytes <= budget
+    assert found.rows in (0, tokens) or (
+        chunking.LEAST_SAVED_ROWS <= found.rows < tokens and found.rows % chunking.SAVED_ROWS_MULTIPLE == 0
+    )
+    assert found.bytes >= found.rows * itemsize * (hidden * d_input + classes * d_head)
+    more = chunking.choose_saved_rows(**sizes, d_input=d_input, d_head=d_head, budget=2 * budget)
+    assert more.rows >= found.rows
+    if found.rows < tokens:  # the budget does not hold another tile of rows
+        rows = min(max(found.rows + chunking.SAVED_ROWS_MULTIPLE, chunking.LEAST_SAVED_ROWS), tokens)
+        whole = chunking.choose_saved_rows(**sizes | {"tokens": rows}, d_input=d_input, d_head=d_head, budget=2**50)
+        assert whole.bytes > budget
+
+
+@pytest.mark.parametrize(("gibibytes", "rows"), [(0, 0), (0.1, 0), (1, 3968), (2.1, 8192), (64, 8192)])
+def test_saved_rows_of_a_model(gibibytes: float, rows: int) -> None:
+    sizes: dict[str, Any] = {"tokens": 8192, "hidden": 4096, "classes": 128256, "itemsize": 2}
+    assert chunking.choose_saved_rows(**sizes, d_input=True, d_head=True, budget=int(gibibytes * 2**30)).rows == rows
+
+
 # Of cuBLAS, an H100, an A100 and an L40S.
 AMPERE_TILES = [choose_ampere_tile(choose_tile(capability, 4096), capability) for capability in (80, 89)]
 TILINGS = [
@@ -195,6 +224,7 @@ def scaled_exp_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_scaled_exp` except the budget."""
     options = {flag: draw(st.booleans()) for flag in flags(core_triton.tile_config.choose_scaled_exp)}
     options["d_input"] &= options["stores"]
+    options["saves"] &= options["stores"]
     return options | {
         "tokens": draw(st.integers(0, 70000)),
         "hidden": 8 * draw(st.integers(1, 1024)),
@@ -239,10 +269,12 @@ def test_scaled_exp_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
     assert options["needs_cast"] or config.head_rows == classes
     tails = [min(config.head_rows, classes - start) for start in range(0, classes, config.head_rows)]
     assert config.blocks == sum(-(-tail // options["block_v"]) for tail in tails)
-    assert config.scratch >= (1 + options["statistics"]) * config.blocks * config.rows
-    held = 0 if options["holds"] else options["itemsize"] * hidden * config.rows
+    partials = 1 + (options["statistics"] or options["entropy"]) + options["entropy"]
+    assert config.scratch >= partials * config.blocks * config.rows
+    held = 0 if options["holds"] and not options["saves"] else options["itemsize"] * hidden * config.rows
     converted = options["itemsize"] * hidden * config.head_rows if options["needs_cast"] else 0
-    exponentials = 2 * config.rows * core_triton.tile_config.padded(classes) if options["stores"] else 0
+    stored = options["stores"] and not options["saves"]
+    exponentials = 2 * config.rows * core_triton.tile_config.padded(classes) if stored else 0
     assert exponentials + held + converted + 4 * config.scratch <= config.bytes <= budget
 
 

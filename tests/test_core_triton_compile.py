@@ -45,6 +45,8 @@ def operator_arguments(
         45,  # vocab_size
         2**20,  # memory_budget
         "chunked",
+        False,  # splits_head
+        0,  # saved_budget
     )
     return tensors, weights, options
 

@@ -221,6 +221,11 @@ def test_a_token_loss_repairs_no_rows_but_those_that_need_it(results: Results) -
     assert_within_budget(results)
 
 
+@pytest.mark.parametrize("program", [quick("token_kernel")])
+def test_named_token_losses_in_one_kernel(results: Results) -> None:
+    assert_within_budget(results)
+
+
 @pytest.mark.parametrize("program", [quick("rows")])
 def test_rows_of_several_programs(results: Results) -> None:
     assert_within_budget(results)
@@ -228,6 +233,11 @@ def test_rows_of_several_programs(results: Results) -> None:
 
 @pytest.mark.parametrize("program", [quick("stored")])
 def test_passes_over_stored_logits_of_several_blocks(results: Results) -> None:
+    assert_within_budget(results)
+
+
+@pytest.mark.parametrize("program", [quick("saved")])
+def test_saved_rows_that_do_not_count(results: Results) -> None:
     assert_within_budget(results)
 
 

@@ -23,11 +23,12 @@ import core_triton
 from benchmarks.chunk_rows import preferring
 from benchmarks.launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from benchmarks.shapes import SHAPES, Shape
-from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config
+from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
+from core_triton import token_losses as named_losses
 from core_triton.plan import MatrixLayout, Stage
 from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.row_math import Coefficients
-from core_triton.scaled_exp import scaled_exp
+from core_triton.scaled_exp import save_rows, saved_gradients, scaled_exp
 from linear_ce.spec import LossSpec
 from linear_ce.statistics import BY_ROW, ENTROPY, LSE, MAX, OF_LOGITS
 
@@ -89,6 +90,10 @@ class Call(NamedTuple):
             problem, stage, budget, self.implementation, stage_needs_grad, statistics=statistics, entropy=entropy
         )
         problem = replace(problem, plan=plan)
+        if stage == "saved_rows":
+            saved = save_rows(problem, needs_grad, statistics=statistics)[2]
+            head = saved_gradients(problem, saved, problem.row_weight, needs_grad, Gradients(None, None, None))
+            return saved.unit_d_input, *head[1:]
         if plan.path == "scaled_exp":
             return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
         if stage == "loss_and_gradients":
@@ -118,6 +123,8 @@ STAGES: dict[str, tuple[Stage, bool, int]] = {
     "eval-stats": ("losses", False, MAX),
     "entropy": ("statistics", False, LSE | ENTROPY | BY_ROW),
     "rows": ("row_gradients", False, 0),
+    "saved": ("saved_rows", False, LSE | ENTROPY | BY_ROW),
+    "saved-stats": ("saved_rows", False, MAX),
     "none": ("gradients", False, 0),
     "log_probs": ("gradients", True, 0),
 }
@@ -139,6 +146,9 @@ CALLS = {
     "train-head32": Call("train", "llama3-8b", head=torch.float32),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
+    "saved": Call("saved", "gemma2-2b", bias=True, softcap=30.0),
+    "saved-plain": Call("saved", "llama3-8b"),
+    "saved-transposed": Call("saved", "qwen2.5-0.5b", transposed=True),
     "none": Call("none", "llama3-8b"),
     "none-transposed": Call("none", "llama3-8b", transposed=True),
     "eval": Call("eval", "qwen2.5-0.5b"),
@@ -176,7 +186,14 @@ def zero() -> None:
     row_kernels.zero(array(64, 4096, dtype=torch.bfloat16))
 
 
-SCALES = {"row_weights": row_weights, "total": total, "zero": zero} | {
+def token_losses() -> None:
+    rows, vectors = array(1024, dtype=torch.int64), [array(8192) for _ in range(8)]
+    function = named_losses.grpo(beta=0.04)
+    hook = {"loss": vectors[0], "gradient_weight": vectors[1], "d_per_token": vectors[2:5]}
+    token_kernels.token_loss(function, rows, array(1024), array(8192), vectors[5:], **hook)
+
+
+SCALES = {"row_weights": row_weights, "total": total, "zero": zero, "token_losses": token_losses} | {
     f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
@@ -457,13 +474,8 @@ def test_every_kernel_is_launched(arch: int) -> None:
     launched = {
         (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
-    modules = {
-        "core_triton.kernels",
-        "core_triton.row_kernels",
-        "core_triton.row_statistics",
-        "core_triton.target_grad",
-        "core_triton.stored_logits",
-    }
+    modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad", "core_triton.stored_logits"}
+    modules |= {"core_triton.row_statistics", "core_triton.saved_kernels", "core_triton.token_kernels"}
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients", "core_triton.input_grad"}
     if arch < 90:

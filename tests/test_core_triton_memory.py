@@ -91,6 +91,32 @@ def test_options_of_the_loss_within_budget() -> None:
     assert_within(least, workspace("mean", arrays, least, **options))
 
 
+@pytest.mark.parametrize(("function", "d"), in_turn(4, FUNCTIONS, (16, 64)))
+def test_a_split_head_within_budget(function: str, d: int) -> None:
+    arrays = problem(40, d, 150, bias=False)
+    arrays["input"] = arrays["input"].detach().bfloat16().requires_grad_()
+    options: dict[str, Any] = {"head_precision": "float32"}
+    least = least_budget(lambda budget: workspace(function, arrays, budget, **options))
+    for budget in (least, 3 * least):
+        assert_within(budget, workspace(function, arrays, budget, **options))
+
+
+@pytest.mark.parametrize(("function", "dtype"), in_turn(4, ("mean", "none"), DTYPES))
+def test_grad_into_within_budget(function: str, dtype: torch.dtype) -> None:
+    arrays, into = problem(40, 16, 150, dtype=dtype), torch.zeros(150, 16)
+
+    def used(budget: int) -> int:
+        with Meter() as meter:
+            total(function, arrays, memory_budget=budget, grad_into=into).backward()
+        return meter.peak - bytes_of(arrays["input"], arrays["linear_bias"])
+
+    least = least_budget(used)
+    for budget in (least, 3 * least):
+        for name in ("input", "linear_bias"):
+            arrays[name].grad = None
+        assert_within(budget, used(budget))
+
+
 def test_small_workspace_is_within_the_default_budget() -> None:
     arrays = problem(20, 8, 50)
     assert workspace("mean", arrays, None) <= 2**20 < DEFAULT_MEMORY_BUDGET

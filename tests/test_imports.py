@@ -139,11 +139,11 @@ KERNELS = (
 
 # Public functions and classes that only one framework needs, with the reason.
 ONE_FRAMEWORK_ONLY = {
+    "arguments.py": {"spec_of", "decide"},  # PyTorch keeps what it checked; a traced call of JAX is checked once
     "chunk_config.py": {"choose_stored"},  # XLA fuses the passes over stored logits, so JAX needs no kernels for them
     "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {
-        # An operator's schema needs flat lists, which have names in core_triton.
-        *("Arrays", "TokenWeights", "Losses", "LogProbs"),
+        "Options",  # in PyTorch, groups.py defines it
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
         "loss",  # in JAX, each operator has its rule
         *("TokenOptions", "token_losses"),  # a token loss has operators of its own in JAX
@@ -158,9 +158,10 @@ ONE_FRAMEWORK_ONLY = {
             "scale",
             "kept_losses",
         ),
-        # What token_ops.py takes from it.
+        # What token_ops.py takes from it, and what saved_ops.py does.
         *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
-        *("is_eager", "triton_obstacle"),  # for PyTorch's eager mode; JAX's launch.py checks what kernels need
+        *("plan_c", "log_prob_gradients"),
+        "is_eager",  # for PyTorch's eager mode
     },
     "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it
     "problem.py": {
@@ -169,9 +170,17 @@ ONE_FRAMEWORK_ONLY = {
     },
     "recompute.py": {"tma_compatible"},  # JAX arrays have no strides
     "row_math.py": {"nll_and_lse", "power_of_two", "first_of_largest"},  # XLA finishes the rows of scaled exponentials
+    "saved_kernels.py": {  # XLA fuses what they do
+        *("Multiplied", "multiply_rows_kernel", "multiply_rows", "pick_rows_kernel", "pick_rows")
+    },
+    "saved_ops.py": {
+        *("SavedCall", "SavedLosses", "SavedRowLosses"),  # an operator, and its autograd function
+        *("run_saved_losses", "run_saved_gradients", "dispatched", "fake_saved_rows"),
+        *("losses", "log_probs"),  # variables in JAX, the results of custom_vjp
+    },
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
-        *("Carry", "OfTokens"),  # the carry of a loop, and what it returns
+        *("Carry", "OfTokens", "SavedChunk"),  # the carry of a loop, and what it returns
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
     },

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sass import innermost_loop, missing_overlap, opcodes
+from sass import innermost_loop, missing_overlap, opcodes, unread_at_arrival
 
 from benchmarks.launch_recorder import dump
 from benchmarks.shapes import Shape
@@ -109,8 +109,9 @@ def keep_printed(printed: str, kept: Path) -> None:
 
 
 def check_kernels(kept: Path, *names: str) -> None:
-    """Fails if a kernel of this library spills registers, or waits for all matmuls more often than its source asks for.
-    If the assembler cannot follow the accumulators of wgmma, it waits for each matmul, which costs a fifth of the time.
+    """Fails if a kernel of this library spills registers, frees shared memory that it has yet to read, or waits for all
+    matmuls more often than its source asks for. If the assembler cannot follow the accumulators of wgmma, it waits for
+    each matmul, which costs a fifth of the time.
 
     Args:
         kept: the folder that `compile_all` filled.
@@ -128,7 +129,11 @@ def check_kernels(kept: Path, *names: str) -> None:
             wrong.append(f"{kernel} spills {max(spilled)} bytes of registers")
         if kernel and "wgmma.mma_async" in ptx:
             asked = len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx))
-            waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", dump(path.with_suffix(".cubin").read_bytes(), "-sass")))
+            sass = dump(path.with_suffix(".cubin").read_bytes(), "-sass")
+            waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", sass))
+            wrong += [
+                f"{kernel} arrives at a barrier before it has waited for {load}" for load in unread_at_arrival(sass)
+            ]
             if waits > asked or "serialized" in log:
                 wrong.append(f"{kernel} waits {waits} times for all matmuls, but its source {asked} times")
     assert not wrong, "\n".join(wrong)
@@ -183,12 +188,32 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("shape", "axis"), [(LLAMA, 0), (LLAMA, 1), ((768, 50257), 0)])  # the last recomputes logits
+def test_grad_into_makes_no_second_float32_head(shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
+    check(
+        compile_all([("grad_into", 8192, *shape, axis)], "h200", "mosaic", tmp_path),
+        {"grad_into": DEFAULT_MEMORY_BUDGET},
+    )
+    check_kernels(tmp_path, *["d_weight"] * (shape == LLAMA))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [LLAMA, QWEN])
 def test_a_token_loss_launches_little_more_and_fits(shape: tuple[int, int]) -> None:
     plain, found = compile_all([(mode, 8192, *shape, 0) for mode in ("train", "token_loss")], "h200", "mosaic")
     check([found], {"token_loss": DEFAULT_MEMORY_BUDGET})
     # For each of up to five chunks: the losses of rows, the token loss with its gradients, and copies of row numbers.
     assert found["launches"] <= plain["launches"] + 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_saved_rows_are_not_copied(implementation: str, target: str, axis: int, tmp_path: Path) -> None:
+    n, (d, v) = 8192, QWEN
+    found = compile_all([("saved", n, d, v, axis)], target, implementation, tmp_path)
+    check(found, {"saved": DEFAULT_MEMORY_BUDGET + 2 * n * (v + d + 64)})
+    check_kernels(tmp_path)
 
 
 def check_copies(kept: Path, *names: str) -> None:

@@ -133,6 +133,32 @@ def test_d_weight(name: str, in_l2: float | None, monkeypatch: pytest.MonkeyPatc
     assert (found[sizes.classes :] == after[sizes.classes :]).all()
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("many steps", "transposed") else SLOW) for name in HEADS]
+)
+def test_d_weight_that_is_added_to_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_programs(monkeypatch, 2)
+    sizes = HEADS[name]
+    e, x = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden)
+    old = jnp.asarray(np.random.default_rng(2).standard_normal((sizes.vocab, sizes.hidden)), jnp.float32)
+    found = add_d_weight(
+        e,
+        x,
+        jnp.int32(sizes.start),
+        vocab=sizes.vocab,
+        classes=sizes.classes,
+        vocab_axis=sizes.vocab_axis,
+        in_l2=0.5,
+        old=sizes.head(old),
+        interpret=True,
+    )
+    assert found.dtype == jnp.float32
+    found = sizes.head(found)
+    expected = float64(e)[: sizes.rows].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
+    close(found[: sizes.classes], expected[: sizes.classes] + float64(old)[: sizes.classes], 2e-6)
+    assert (found[sizes.classes :] == old[sizes.classes :]).all()
+
+
 @pytest.mark.parametrize("vocab_axis", [0, pytest.param(1, marks=SLOW)])
 def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_programs(monkeypatch, 2)

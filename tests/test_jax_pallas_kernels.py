@@ -21,7 +21,7 @@ from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
 from jax_pallas.row_kernels import CallRows
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import ENTROPY, OF_LOGITS
+from linear_ce.statistics import ENTROPY, MAX, OF_LOGITS
 
 HERE = Path(__file__).parent
 COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
@@ -108,11 +108,13 @@ def assert_close(name: str, found: Any, expected: np.ndarray, tolerance: float) 
 def exponentials(
     problem: "Problem", ref_exponent: Any, start: Any, *, bias: Any = None, target: Any = None, **options: Any
 ) -> Any:
-    """Returns e, the sums and largest logits of all blocks together, and the targets' values."""
+    """Returns e, the sums and largest logits of all blocks together, the targets' values, and the sums for the entropy
+    of all blocks together, each None if not computed."""
     target = jnp.full(ROWS, -1, jnp.int32) if target is None else target
     found = kernels.exponentials(problem.x, problem.w, bias, jnp.asarray(ref_exponent), target, start, **options)
     top = None if found.tops is None else found.tops.max(0)
-    return found.e, found.sums.sum(0), top, found.target_exp[0], found.target_logit[0]
+    exp_log = None if found.exp_logs is None else found.exp_logs.sum(0)
+    return found.e, found.sums.sum(0), top, found.target_exp[0], found.target_logit[0], exp_log
 
 
 @pytest.mark.parametrize("case", cases(1, 4))
@@ -121,17 +123,19 @@ def test_exponentials(case: Case) -> None:
 
     @jax.jit
     def run(start: jax.Array) -> Any:
-        options = {**case.static_args, "classes": case.classes, "stores": True, "statistics": 1}
+        options = {**case.static_args, "classes": case.classes, "stores": True, "statistics": MAX | ENTROPY}
         return exponentials(problem, problem.ref_exponent, start, bias=problem.bias, target=target, **options)
 
     target = jnp.asarray(problem.rng.integers(-1, case.classes, ROWS), jnp.int32)
-    e, sums, tops, target_exp, target_logit = run(jnp.int32(START))
+    e, sums, tops, target_exp, target_logit, exp_log = run(jnp.int32(START))
     expected = np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None])
     assert e.shape == (ROWS, -(-case.classes // 64) * 64)
     assert e.dtype == jnp.bfloat16
     assert not wide(e)[:, case.classes :].any(), "e is not 0 past the last class"
     assert_close("sums", sums, expected.sum(1), FLOAT32)
     assert_close("tops", tops, problem.logits.max(1), FLOAT32)
+    exponents = problem.logits - problem.ref_exponent[:, None] / LOG2_E
+    assert_close("exp_log", exp_log, (expected * exponents).sum(1), FLOAT32)
     at = np.flatnonzero(target >= 0), np.asarray(target)[target >= 0]
     assert_close("target_exp", target_exp[at[0]], expected[at], FLOAT32)
     assert_close("target_logit", target_logit[at[0]], problem.logits[at], FLOAT32)

@@ -14,7 +14,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import planned, problem
 
 from jax_pallas import launch, recompute
-from jax_pallas.linear_ce import IMPLEMENTATIONS, explain, linear_cross_entropy
+from jax_pallas.arguments import IMPLEMENTATIONS
+from jax_pallas.linear_ce import explain, linear_cross_entropy
 from jax_pallas.problem import Problem
 from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import choose_recomputed, choose_scaled_exp

@@ -138,14 +138,14 @@ def test_scaled_exp(
     interpret(monkeypatch)
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
     ours = problem(n, d, v, classes, vocab_axis, options)
-    planned_ours = planned(ours, "loss_and_gradients", "mosaic", EVERYTHING, statistics=True)
+    planned_ours = planned(ours, "loss_and_gradients", "mosaic", EVERYTHING, statistics=MAX)
     last = (n - 1) % rows + 1
     last = rows if (rows - last) * 50 <= n else last  # like `choose_scaled_exp`
     plan = replace(plan_of(planned_ours), chunks=ScaledExpConfig(rows, last, 2**20, 0))
     assert plan.path == "scaled_exp"
     ours = replace(ours, plan=plan)
-    loss, statistics, gradients = scaled_exp.scaled_exp(ours, EVERYTHING, statistics=True)
-    evaluated, _, _ = scaled_exp.scaled_exp(ours, NO_GRADIENTS, statistics=False)
+    loss, statistics, gradients = scaled_exp.scaled_exp(ours, EVERYTHING, statistics=MAX)
+    evaluated, _, _ = scaled_exp.scaled_exp(ours, NO_GRADIENTS, statistics=0)
 
     exact = in_float32(ours)
     want, found, exact_gradients = chunked.loss_and_gradients(
@@ -155,6 +155,28 @@ def test_scaled_exp(
     for got, value in pairs:
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7)
     assert_close(gradients, exact_gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_grad_into(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks, the first of which adds too."""
+    n, rows = 141, 64
+    interpret(monkeypatch)
+    monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
+    ours = problem(n, 64, 320, 310, vocab_axis, {"logit_scale": 0.7})
+    into = jnp.asarray(np.random.default_rng(1).standard_normal(ours.linear_weight.shape), jnp.float32)
+    plan = plan_of(planned(replace(ours, grad_into=into), "loss_and_gradients", "mosaic", EVERYTHING))
+    assert plan.path == "scaled_exp"
+    ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, (n - 1) % rows + 1, 2**20, 0)))
+    *_, found = scaled_exp.scaled_exp(replace(ours, grad_into=into), EVERYTHING, statistics=0)
+    *_, exact = chunked.loss_and_gradients(
+        *by_xla(in_float32(ours), "loss_and_gradients", EVERYTHING), EVERYTHING, None, 0
+    )
+    assert found.d_weight is not None
+    assert found.d_weight.dtype == jnp.float32
+    assert_close(found._replace(d_weight=found.d_weight - into), exact, 2e-3)
+    assert not jnp.any(jnp.moveaxis(found.d_weight - into, vocab_axis, 0)[310:])  # padding
 
 
 def clipped(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:

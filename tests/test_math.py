@@ -151,6 +151,24 @@ def test_label_smoothing_without_a_softcap_is_linear_beside_another_loss() -> No
     np.testing.assert_allclose(base.d_bias + d_bias, want.d_bias, rtol=1e-10, atol=1e-13)
 
 
+def test_saved_rows_give_the_gradients_and_the_entropy() -> None:
+    spec = LossSpec("none", softcap=4.0, logit_scale=0.6)
+    arrays, d_loss = problem(17), np.random.default_rng(17).standard_normal(N)
+    z, y, x, w = logits_of(arrays, spec), arrays["target"], arrays["input"], arrays["linear_weight"]
+    want, found = reference_loss(**arrays, spec=spec, d_loss=d_loss), reference_log_probs(**arrays, spec=spec)
+    row, k = np.arange(N), np.round(z.max(axis=1) * np.log2(np.e)) + 3
+    e, slope = np.exp2(z * np.log2(np.e) - k[:, None]), 1 - (z / 4.0) ** 2
+    f, rho = e * slope * (np.arange(V) != y[:, None]), 1 / e.sum(axis=1)
+    theta = (e[row, y] * rho - 1) * slope[row, y]
+    d_input = spec.logit_scale * (rho[:, None] * (f @ w) + theta[:, None] * w[y])  # (41)
+    d_weight = f.T @ ((d_loss * rho)[:, None] * x)  # (42)
+    np.add.at(d_weight, y, (d_loss * theta)[:, None] * x)
+    np.testing.assert_allclose(d_loss[:, None] * d_input, want.d_input, rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(spec.logit_scale * d_weight, want.d_weight, rtol=1e-10, atol=1e-13)
+    q, u = e.sum(1), np.sum(e * (z * np.log2(np.e) - k[:, None]), 1)
+    np.testing.assert_allclose((np.log2(q) - u / q) * np.log(2), found.entropy, rtol=1e-12)
+
+
 def test_powers_of_two_of_a_row_cancel() -> None:
     rng = np.random.default_rng(16)
     d_raw, x, w = rng.standard_normal((N, V)), rng.standard_normal((N, 5)), rng.standard_normal((V, 5))

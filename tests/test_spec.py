@@ -26,6 +26,7 @@ BAD_OPTIONS = [
     ({"logit_scale": float("-inf")}, ValueError, "logit_scale must be finite, got -inf"),
     ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1 or None, got 0"),
     ({"vocab_size": 7.0}, TypeError, "vocab_size must be a Python int, got float"),
+    ({"head_precision": "high"}, ValueError, "head_precision must be one of 'input', 'float32', got 'high'"),
     ({"ignore_index": None}, TypeError, "ignore_index must be a Python int, got NoneType"),
     ({"ignore_index": False}, TypeError, "ignore_index must be a Python int, got bool"),
 ]
@@ -45,6 +46,7 @@ def test_equal_options_are_equal_specs() -> None:
     assert hash(other) == hash(plain)
     assert type(other.vocab_size) is int
     assert type(other.label_smoothing) is float
+    assert LossSpec(head_precision=None) == LossSpec(head_precision="input") == LossSpec()
 
 
 def test_spec_is_frozen() -> None:
@@ -75,6 +77,8 @@ GOOD_ARRAYS = [
     {},
     {"linear_weight": ArrayInfo((11, 5), "float32")},
     {"linear_weight": ArrayInfo((5, 11), "bfloat16"), "vocab_axis": 1},
+    {"linear_weight": ArrayInfo((11, 5), "float32"), "spec": LossSpec(head_precision="float32")},
+    {"grad_into": ArrayInfo((11, 5), "float32")},
     {"linear_bias": ArrayInfo((11,), "float32"), "weight": ArrayInfo((11,), "float16")},
     {"token_weight": ArrayInfo((2, 3), "bfloat16"), "normalizer": ArrayInfo((), "int32")},
     {"normalizer": ArrayInfo((), "float64"), "target": ArrayInfo((2, 3), "uint8")},
@@ -128,6 +132,25 @@ BAD_ARRAYS = [
         {"vocab_axis": 1},
         ValueError,
         "linear_weight must have shape (D, V) with D = 5 as in input (2, 3, 5), got (11, 5)",
+    ),
+    (
+        {"spec": LossSpec(head_precision="float32")},
+        ValueError,
+        'head_precision "float32" needs a float32 linear_weight and a bfloat16 input, '
+        "got a bfloat16 linear_weight and a bfloat16 input",
+    ),
+    (
+        {"spec": LossSpec(head_precision="float32"), "input": ArrayInfo((2, 3, 5), "float16")}
+        | {"linear_weight": ArrayInfo((11, 5), "float32")},
+        ValueError,
+        'head_precision "float32" needs a float32 linear_weight and a bfloat16 input, '
+        "got a float32 linear_weight and a float16 input",
+    ),
+    ({"grad_into": ArrayInfo((11, 5), "bfloat16")}, TypeError, "grad_into must be float32, got bfloat16"),
+    (
+        {"grad_into": ArrayInfo((5, 11), "float32")},
+        ValueError,
+        "grad_into must have shape (11, 5) (linear_weight's shape), got (5, 11)",
     ),
     ({"vocab_axis": 2}, ValueError, "vocab_axis must be 0 or 1, got 2"),
     (

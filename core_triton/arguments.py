@@ -1,0 +1,251 @@
+"""The arguments of the public functions: their checks, and a call with leading axes made one."""
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+
+from core_triton import ops
+from core_triton.grad_into import check_grad_into
+from core_triton.plan import DeviceInfo
+from core_triton.token_hook import TokenLoss
+from core_triton.token_losses import Named
+from linear_ce.spec import (
+    ArrayInfo,
+    LossSpec,
+    check_arrays,
+    check_choice,
+    check_memory_budget,
+    check_normalizer,
+    check_saved_budget,
+)
+
+IMPLEMENTATIONS = ("triton", "triton_sm80", "chunked")
+
+
+class Implementation(NamedTuple):
+    """Which implementation a call runs, and why."""
+
+    name: str
+    reason: str
+
+
+def choose(device: torch.device, implementation: str | None, gpu: DeviceInfo | None = None) -> Implementation:
+    """Returns the implementation of a call on a device, or on `gpu`, where the kernels can run."""
+    obstacle = _triton_obstacle(device) if gpu is None else None
+    if implementation is None:
+        if obstacle is None:
+            return Implementation("triton", f"the kernels for {device.type if gpu is None else gpu.type} devices")
+        return Implementation("chunked", obstacle)
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    if implementation != "chunked" and obstacle is not None and not _interpreted():
+        raise ValueError(f"implementation {implementation!r} cannot run here: {obstacle}")
+    return Implementation(implementation, "asked for by name")
+
+
+def _triton_obstacle(device: torch.device) -> str | None:
+    """Returns why the kernels do not run on a device, or None."""
+    if torch.compiler.is_compiling():
+        from core_triton.compiling import triton_obstacle  # loads torch._dynamo
+
+        return triton_obstacle(device)
+    return ops.triton_obstacle(device)
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter was switched on: then the kernels run on any device when asked for by name."""
+    if find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+_cached_spec = lru_cache(maxsize=1024, typed=True)(LossSpec)
+
+
+def spec_of(*options: Any) -> LossSpec:
+    """Returns the options of a call, which are checked once for each combination."""
+    if torch.compiler.is_compiling():
+        return LossSpec(*options)
+    try:
+        return _cached_spec(*options)
+    except TypeError:  # an option that cannot be hashed: LossSpec names it
+        return LossSpec(*options)
+
+
+def decide(
+    spec: LossSpec,
+    device: torch.device,
+    infos: tuple[tuple[str, torch.Size, torch.dtype], ...],
+    memory_budget: int | None,
+    implementation: str | None,
+    gpu: DeviceInfo | None = None,
+) -> tuple[int, int, str]:
+    """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, implementation."""
+    named = {name: ArrayInfo(tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in infos}
+    check_arrays(spec=spec, **named)  # pyright: ignore[reportArgumentType]
+    budget = check_memory_budget(memory_budget)
+    chosen = choose(device, implementation, gpu)
+    return spec.classes(named["linear_weight"].shape[0]), budget, chosen.name
+
+
+_cached_decide = lru_cache(maxsize=4096, typed=True)(decide)
+
+
+class Call(NamedTuple):
+    """One call, checked and flattened."""
+
+    spec: LossSpec
+    arrays: ops.Arrays
+    weights: ops.TokenWeights
+    options: ops.Options
+    grad_into: Tensor | None
+
+
+def prepare(
+    spec: LossSpec,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | float | None,
+    memory_budget: int | None,
+    implementation: str | None,
+    grad_into: Tensor | None,
+    saved_budget: int = 0,
+) -> Call:
+    """Checks every argument and flattens the leading axes."""
+    compiling = torch.compiler.is_compiling()
+    named: dict[str, Any] = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": weight,
+        "token_weight": token_weight,
+        "grad_into": grad_into,
+    }
+    for name, tensor in named.items():
+        if tensor is None and name in _OPTIONAL:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name} must be a Tensor{' or None' if name in _OPTIONAL else ''}, got {type(tensor).__name__}"
+            )
+        if not compiling:
+            _check_kind(name, tensor)
+    if normalizer is not None:
+        named["normalizer"] = normalizer = _scalar(normalizer, input.device)
+    kind = input.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        # The head's matmul is in autocast's dtype, as torch.nn.functional.linear's is.
+        compute = torch.get_autocast_dtype(kind)
+        input = named["input"] = input.to(compute)
+        if linear_weight.dtype != torch.float32:
+            linear_weight = named["linear_weight"] = linear_weight.to(compute)
+        if linear_bias is not None and linear_bias.dtype != torch.float32:
+            linear_bias = named["linear_bias"] = linear_bias.to(compute)
+    device, infos = input.device, []
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on input's device {device}, got {tensor.device}")
+        if name in _CONSTANT and tensor.requires_grad:
+            raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
+        infos.append((name, tensor.shape, tensor.dtype))
+    checked = decide if compiling else _cached_decide
+    classes, budget, chosen = checked(spec, device, tuple(infos), memory_budget, implementation)
+    class_weight = None if weight is None else weight[:classes].float()
+    token_weight = None if token_weight is None else _flat(token_weight, 1)
+    return Call(
+        spec,
+        ops.Arrays(_flat(input, 2), linear_weight, linear_bias, _flat(target, 1).long(), class_weight),
+        ops.TokenWeights(token_weight, normalizer),
+        ops.Options(
+            spec.reduction == "mean",
+            spec.ignore_index,
+            spec.label_smoothing,
+            spec.z_loss_weight,
+            spec.softcap,
+            spec.logit_scale,
+            classes,
+            budget,
+            chosen,
+            spec.splits_head,
+            check_saved_budget(
+                saved_budget, spec.reduction, grad_into=grad_into is not None, head_precision=spec.head_precision
+            ),
+        ),
+        check_grad_into(grad_into, input, linear_weight),
+    )
+
+
+def check_per_token(
+    token_loss: TokenLoss, per_token: tuple[Tensor, ...], like: Tensor, name_of_like: str = "target"
+) -> list[Tensor]:
+    """Checks the arguments of a token loss, which must have the shape and the device of `like`, and flattens their
+    axes."""
+    if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
+        names = ", ".join(token_loss.per_token)
+        raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} tensors")
+    for index, tensor in enumerate(per_token):
+        name = f"per_token[{index}]"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if not torch.compiler.is_compiling():
+            _check_kind(name, tensor)
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must have a floating-point dtype, got {str(tensor.dtype).removeprefix('torch.')}")
+        if tensor.shape != like.shape:
+            raise ValueError(
+                f"{name} must have shape {tuple(like.shape)} ({name_of_like}'s shape), got {tuple(tensor.shape)}"
+            )
+        if tensor.device != like.device:
+            raise ValueError(f"{name} must be on {name_of_like}'s device {like.device}, got {tensor.device}")
+    return [_flat(tensor, 1) for tensor in per_token]
+
+
+_OPTIONAL = "linear_bias", "weight", "token_weight", "grad_into"
+
+_CONSTANT = "weight", "token_weight", "normalizer", "grad_into"
+
+
+def _scalar(normalizer: Any, device: torch.device) -> Tensor:
+    """Returns a normalizer as a tensor."""
+    if isinstance(normalizer, Tensor):
+        return normalizer
+    if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
+        normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
+    if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
+        raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
+    return torch.full((), check_normalizer(normalizer), dtype=torch.float32, device=device)
+
+
+def _flat(tensor: Tensor, axes: int) -> Tensor:
+    """Returns a tensor with its leading axes made one. `reshape` would make a view, and a node for autograd, of a
+    tensor that has the shape."""
+    return tensor if tensor.ndim == axes else tensor.reshape(-1, *tensor.shape[tensor.ndim + 1 - axes :])
+
+
+def _check_kind(name: str, tensor: Tensor) -> None:
+    """Raises for a tensor that looks like one and would be treated as another."""
+    if is_functorch_wrapped_tensor(tensor):
+        raise TypeError(f"{name} comes from a torch.func transform, which is not supported: use torch.autograd.grad")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise RuntimeError(
+            f"{name} has a forward-mode tangent, and the loss has no forward-mode derivative: use torch.autograd.grad"
+        )
+    if type(tensor).__module__.startswith("torch.distributed"):
+        raise TypeError(
+            f"{name} must be a plain Tensor, got {type(tensor).__name__}: pass {name}.to_local() where each rank holds "
+            f"its own tokens and the whole head, or {name}.full_tensor()"
+        )

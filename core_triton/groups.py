@@ -1,0 +1,88 @@
+"""The groups of arguments and of results of the functions of `ops.py`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core_triton.problem import NO_GRADIENTS, NeedsGrad
+from linear_ce.spec import LossSpec
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call. Their gradients have the same order."""
+
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    linear_bias: Tensor | None  # (V,)
+    target: Tensor  # (N,) int64
+    class_weight: Tensor | None  # (K,) float32
+
+    def needs_grad(self) -> NeedsGrad:
+        """Returns which gradients a backward pass may need."""
+        if not torch.is_grad_enabled():
+            return NO_GRADIENTS
+        input, linear_weight, bias = self.differentiated()
+        return NeedsGrad(input.requires_grad, linear_weight.requires_grad, bias is not None and bias.requires_grad)
+
+    def differentiated(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self[:3]
+
+    def of_rows(self, rows: slice) -> "Arrays":
+        return self._replace(input=self.input[rows], target=self.target[rows])
+
+
+class TokenWeights(NamedTuple):
+    """The arguments of `row_math.row_weights` besides the targets and the class weights."""
+
+    token_weight: Tensor | None  # (N,)
+    normalizer: Tensor | None  # ()
+
+
+class Options(NamedTuple):
+    """The options of a call, in types that the schema of an operator supports."""
+
+    mean: bool  # the reduction's denominator is part of a row's weight
+    ignore_index: int
+    label_smoothing: float
+    z_loss_weight: float
+    softcap: float | None
+    logit_scale: float
+    vocab_size: int
+    memory_budget: int
+    implementation: str
+    splits_head: bool
+    saved_budget: int  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
+
+    def spec(self) -> LossSpec:
+        reduction = "mean" if self.mean else "sum"
+        rest = self.label_smoothing, self.z_loss_weight, self.softcap, self.logit_scale
+        precision = "float32" if self.splits_head else "input"
+        return LossSpec(reduction, self.ignore_index, *rest, head_precision=precision)
+
+
+class Losses(NamedTuple):
+    """What `losses` and `loss_and_gradients` return besides gradients: (N,) float32 each, or () for a reduced loss.
+
+    row_weight and lse are None unless `statistics` or the backward pass needs them. The fields after them are None
+    unless they are part of `statistics`, an int of `linear_ce.statistics`.
+    """
+
+    loss: Tensor  # weighted; () where reduced
+    row_weight: Tensor | None
+    lse: Tensor | None
+    target_logit: Tensor | None
+    max: Tensor | None  # the largest logit
+    argmax: Tensor | None  # int64
+    entropy: Tensor | None
+    mean_logit: Tensor | None
+    sum_squared_probs: Tensor | None
+
+
+class LogProbs(NamedTuple):
+    """What `log_probs` returns: (N,) float32 each."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    lse: Tensor
+    row_weight: Tensor | None  # where there is a backward pass

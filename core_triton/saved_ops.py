@@ -1,0 +1,315 @@
+"""Losses of rows and log-probabilities that keep something for the backward pass: 3 matmuls in place of 4.
+
+The upstream gradients of the rows are unknown in the forward pass, so `ops.losses` and `ops.log_probs` compute the
+logits again in the backward pass. But an upstream gradient is a factor of its row: MATH.md (41), (42). So the forward
+pass can compute the gradients for upstream gradients of 1 up to this factor, for as many rows as `saved_budget` holds:
+
+    forward pass    loss and d_input of the first S rows; keeps their exponentials  2 matmuls  `run_saved_losses`
+                    loss of the other rows                                          1 matmul
+    backward pass   d_input times the upstream gradients; d_weight of these S rows  1 matmul   `run_saved_gradients`
+                    d_input and d_weight of the other rows, from logits again       3 matmuls
+
+If a gradient of the entropy or of lse arrives, what was kept is not used. The backward pass is then that of
+`ops.log_probs`.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from core_triton import chunked, ops
+from core_triton.device import library_settings
+from core_triton.ops import Arrays, Factors, LogProbs, Losses, Options, TokenWeights
+from core_triton.plan import DeviceInfo, ExecutionPlan
+from core_triton.problem import Gradients, NeedsGrad, Problem, SavedRows, plan_of
+from core_triton.row_math import RowStatistics
+from linear_ce.chunking import SavedRowCount, choose_saved_rows
+from linear_ce.statistics import ENTROPY
+
+
+class SavedCall(NamedTuple):
+    """One call."""
+
+    arrays: Arrays
+    weights: TokenWeights
+    options: Options
+    statistics: int  # of `linear_ce.statistics`; with ENTROPY, it and lse are differentiated: log-probabilities
+    needs_grad: NeedsGrad
+
+
+class SavedLosses(NamedTuple):
+    """What `run_saved_losses` returns."""
+
+    losses: Losses
+    saved: SavedRows
+
+
+def losses(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: int) -> Losses:
+    """Returns the weighted loss of each row (N,), as `ops.loss` does."""
+    needs_grad = arrays.needs_grad()
+    d_head = needs_grad.d_weight or needs_grad.d_bias
+    if not (d_head and saved_rows(arrays, options, needs_grad).rows):
+        return ops.loss(arrays, weights, options, statistics=statistics, reduce=False)
+    return _apply(SavedCall(arrays, weights, options, statistics, needs_grad))
+
+
+def log_probs(arrays: Arrays, options: Options) -> LogProbs:
+    """Returns what `ops.log_probs` returns."""
+    needs_grad = arrays.needs_grad()
+    if not saved_rows(arrays, options, needs_grad).rows:
+        return ops.log_probs(arrays, options)
+    found = _apply(SavedCall(arrays, TokenWeights(None, None), options, ops.OF_LOG_PROBS, needs_grad))
+    assert found.entropy is not None
+    assert found.lse is not None
+    return LogProbs(0.0 - found.loss, found.entropy, found.lse, found.row_weight)  # -loss could be -0.0
+
+
+def saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRowCount:
+    """Returns which rows of a call are saved: the first ones."""
+    return _count(arrays.input, options.vocab_size, needs_grad, options.saved_budget)
+
+
+def _count(x: Tensor, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
+    tokens, hidden = x.shape
+    return choose_saved_rows(
+        tokens=tokens,
+        hidden=hidden,
+        classes=classes,
+        itemsize=x.itemsize,
+        d_input=needs_grad.d_input,
+        d_head=needs_grad.d_weight or needs_grad.d_bias,
+        budget=budget if any(needs_grad) else 0,
+    )
+
+
+def explained_plan(
+    problem: Problem,
+    memory_budget: int,
+    saved_budget: int,
+    implementation: str,
+    needs_grad: NeedsGrad,
+    device: DeviceInfo | None,
+) -> ExecutionPlan:
+    """Returns the plan of the rows that are saved, or that of the backward pass if no row is saved."""
+    x = problem.input
+    saved = _count(x, problem.classes, needs_grad, saved_budget)
+    if saved.rows:
+        problem = replace(problem, input=x[: saved.rows])
+    stage = "saved_rows" if saved.rows else "row_gradients"
+    plan = ops.plan_for(problem, stage, memory_budget, implementation, needs_grad, device=device)
+    return replace(plan, saved=saved)
+
+
+class SavedRowLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: SavedCall, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = run_saved_losses(*call) if ops.is_eager(call.arrays) else dispatched(call)
+        ctx.options, ctx.needs_grad = call.options, call.needs_grad
+        row_weight, lse, entropy = found.losses.row_weight, found.losses.lse, found.losses.entropy
+        ctx.save_for_backward(*call.arrays, row_weight, lse, entropy, *found.saved)
+        constant = found.losses._replace(loss=None, entropy=None, lse=lse if entropy is None else None)
+        ctx.mark_non_differentiable(*(one for one in constant if one is not None))
+        ctx.set_materialize_grads(False)  # an unused result's gradient is None
+        return found.losses
+
+    @staticmethod
+    @ops.no_double_backward
+    def backward(ctx: Any, d_loss: Tensor | None, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        arrays, (row_weight, lse, entropy) = Arrays(*saved[:5]), saved[5:8]
+        options, of_results = ctx.options, dict(zip(Losses._fields[1:], d_results, strict=True))
+        d_entropy, d_lse = of_results["entropy"], of_results["lse"]
+        # A backward pass may need fewer gradients than the forward pass prepared.
+        pairs = zip(ctx.needs_grad, ctx.needs_input_grad[1:], strict=True)
+        needs_grad = NeedsGrad(*(prepared and needed for prepared, needed in pairs))
+        if d_entropy is not None or d_lse is not None:
+            d_log_prob = None if d_loss is None else -d_loss
+            cotangents = d_log_prob, d_entropy, d_lse
+            return None, *ops.log_prob_gradients(arrays, options, entropy, lse, row_weight, cotangents, needs_grad)
+        if d_loss is None:
+            return None, None, None, None
+        factor = torch.where(row_weight != 0, d_loss, 0.0)
+        return None, *_gradients(arrays, options, factor, row_weight, lse, SavedRows(*saved[8:]), needs_grad)
+
+
+def _apply(call: SavedCall) -> Losses:
+    if torch.compiler.is_compiling():
+        return _parsed(call, torch.ops.linear_ce.saved_losses(*_flat(call))).losses
+    results: Any = SavedRowLosses.apply(call, *call.arrays.differentiated())
+    return Losses(*results)
+
+
+def run_saved_losses(
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    statistics: int,
+    needs_grad: NeedsGrad,
+) -> SavedLosses:
+    """The forward pass. This raises if the memory budget cannot hold the backward pass, or if there is nothing to
+    save."""
+
+    def run() -> tuple[Tensor | None, ...]:
+        row_weight = ops.compute_row_weights(arrays, weights, options)
+        if statistics & ENTROPY:
+            ops._problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
+        ops._problem("row_gradients", arrays, options, row_weight, needs_grad)
+        loss, found, saved = _save(arrays, options, row_weight, needs_grad, statistics)
+        return *ops.kept_losses(loss, row_weight, found, statistics=statistics, backward=True), *saved
+
+    results = ops._recorded(("saved_losses", needs_grad, statistics), arrays, weights, options, run)
+    of_losses = len(Losses._fields)
+    return SavedLosses(Losses(*results[:of_losses]), SavedRows(*results[of_losses:]))
+
+
+def _save(
+    arrays: Arrays, options: Options, row_weight: Tensor, needs_grad: NeedsGrad, statistics: int
+) -> tuple[Tensor, RowStatistics, SavedRows]:
+    """Returns the weighted loss of each row, the statistics, and what is kept of the first rows."""
+    rows = saved_rows(arrays, options, needs_grad).rows
+    first, others = slice(0, rows), slice(rows, len(row_weight))
+    problem = _saved_problem(arrays.of_rows(first), options, row_weight[first], needs_grad, statistics)
+    plan = plan_of(problem)
+    with library_settings(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            from core_triton.scaled_exp import save_rows  # Triton is not on every machine that has PyTorch
+
+            loss, found, saved = save_rows(problem, needs_grad, statistics=statistics)
+        else:
+            loss, found, saved = chunked.save_rows(ops._tiles(plan), problem, plan.chunk_config, needs_grad, statistics)
+    if rows < len(row_weight):
+        other_loss, other = ops.plan_b(
+            arrays.of_rows(others), options, row_weight[others], statistics=statistics, reduce=False
+        )
+        loss, found = torch.cat([loss, other_loss]), _joined(found, other)
+    return loss, found, saved
+
+
+def _saved_problem(
+    arrays: Arrays, options: Options, row_weight: Tensor, needs_grad: NeedsGrad, statistics: int
+) -> Problem:
+    # The two passes have the same chunks, whether or not the second needs all gradients.
+    needs_grad = NeedsGrad(needs_grad.d_input, needs_grad.d_weight or needs_grad.d_bias, False)
+    return ops._problem("saved_rows", arrays, options, row_weight, needs_grad, statistics=statistics)
+
+
+def _joined(first: RowStatistics, others: RowStatistics) -> RowStatistics:
+    """Returns the statistics of the first rows and of the others that both have."""
+    pairs = zip(first, others, strict=True)
+    return RowStatistics(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))  # pyright: ignore[reportArgumentType]
+
+
+def _gradients(
+    arrays: Arrays,
+    options: Options,
+    factor: Tensor,
+    row_weight: Tensor,
+    lse: Tensor,
+    saved: SavedRows,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    if ops.is_eager(arrays):
+        in_place = not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+        return run_saved_gradients(arrays, options, factor, row_weight, lse, saved, needs_grad, in_place=in_place)
+    found = torch.ops.linear_ce.saved_gradients(*arrays, *options, factor, row_weight, lse, *saved, *needs_grad)
+    return ops._in_place(Gradients, found, needs_grad)
+
+
+def run_saved_gradients(
+    arrays: Arrays,
+    options: Options,
+    factor: Tensor,
+    row_weight: Tensor,
+    lse: Tensor,
+    saved: SavedRows,
+    needs_grad: NeedsGrad,
+    *,
+    in_place: bool = False,
+) -> Gradients:
+    """The backward pass: the gradients of the sum of the rows' losses, each multiplied by `factor` (N,).
+
+    The gradients of the head by the rows that were not saved come first. Those by the saved rows are added to them.
+
+    Args:
+        factor: the upstream gradients, 0 in rows that do not contribute.
+        row_weight: those of the forward pass, which are part of what was saved.
+        in_place: whether the saved d_input may be overwritten.
+    """
+    rows, tokens = next(len(one) for one in (saved.unit_d_input, saved.rho) if one is not None), len(factor)
+    first, others = slice(0, rows), slice(rows, tokens)
+    d_input, d_head = saved.unit_d_input if needs_grad.d_input else None, Gradients(None, None, None)
+    if needs_grad.d_input and not (in_place and rows == tokens):
+        d_input = torch.empty_like(arrays.input, memory_format=torch.contiguous_format)
+    if rows < tokens:
+        upstream = torch.where(factor != 0, factor * row_weight, 0.0)[others]
+        rest = None if d_input is None else d_input[others]
+        d_head = ops.plan_c(arrays.of_rows(others), options, upstream, lse[others], needs_grad, rest)
+    of_first, factor = arrays.of_rows(first), factor[first]
+    made = NeedsGrad(saved.unit_d_input is not None, saved.e is not None, False)
+    problem = _saved_problem(of_first, options, row_weight[first], made, 0)
+    plan = plan_of(problem)
+    with library_settings(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            from core_triton.scaled_exp import saved_gradients
+
+            d_head = saved_gradients(problem, saved, factor, needs_grad, d_head)
+            input_factor = factor
+        else:
+            assert saved.rho is not None
+            input_factor = torch.where(factor == 0, 0.0, factor * saved.rho)
+            head = needs_grad._replace(d_input=False)
+            problem = ops._problem("gradients", of_first, options, input_factor, head)
+            d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
+    if d_input is not None:
+        of_saved = Gradients(saved.unit_d_input, None, None)
+        results = Gradients(d_input[first], None, None)
+        ops.scale(of_saved, Factors(input_factor[:, None], input_factor), results, options.memory_budget)
+    return d_head._replace(d_input=d_input)
+
+
+# Calls of operators, which return a list of the results that are not None.
+
+
+def dispatched(call: SavedCall) -> SavedLosses:
+    """Calls the operator below autograd."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return _parsed(call, torch.ops.linear_ce.saved_losses(*_flat(call)))
+
+
+def _flat(call: SavedCall) -> tuple[Any, ...]:
+    arrays, weights, options, *rest, needs_grad = call
+    return *arrays, *weights, *options, *rest, *needs_grad
+
+
+def _parsed(call: SavedCall, found: list[Tensor]) -> SavedLosses:
+    there = ops._losses_there(statistics=call.statistics, backward=True)
+    losses, rest = ops._in_place(Losses, found, there), found[sum(there) :]
+    # Above autograd, which has saved them, the operator does not return the rows.
+    there = _saved_there(call.arrays, call.options, call.needs_grad) if rest else [False] * len(SavedRows._fields)
+    return SavedLosses(losses, ops._in_place(SavedRows, rest, there))
+
+
+def _saved_there(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> list[bool]:
+    """Returns which of the `SavedRows` are not None."""
+    packed = options.implementation != "chunked" and arrays.input.dtype != torch.float32
+    head = needs_grad.d_weight or needs_grad.d_bias
+    return [head, needs_grad.d_input, head or not packed, *[packed and head] * 4]
+
+
+def fake_saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRows:
+    """Returns tensors like those of `SavedRows`."""
+    x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.vocab_size
+    there = _saved_there(arrays, options, needs_grad)
+    packed = there[3]
+    made = (
+        x.new_empty((rows, -(-classes // 64) * 64 if packed else classes)),
+        x.new_empty((rows, x.shape[1])),
+        x.new_empty(rows, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
+        arrays.target.new_empty(rows),
+        arrays.target.new_empty(rows),
+        x.new_empty((), dtype=torch.int32),
+    )
+    return SavedRows(*(one if kept else None for one, kept in zip(made, there, strict=True)))

@@ -1,0 +1,209 @@
+"""The arguments of the public functions: their checks, and a call with leading axes made one."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_pallas import launch, ops, row_math
+from jax_pallas.launch import DeviceInfo
+from jax_pallas.token_losses import Named
+from linear_ce.spec import (
+    ArrayInfo,
+    LossSpec,
+    check_arrays,
+    check_choice,
+    check_memory_budget,
+    check_normalizer,
+)
+
+IMPLEMENTATIONS = (*launch.NAMES, "chunked")
+ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight", "grad_into")
+
+
+class Implementation(NamedTuple):
+    """Which implementation a call runs, and why."""
+
+    name: str
+    reason: str
+
+
+def choose(
+    input: Array, linear_weight: Array, vocab_axis: int, implementation: str | None, gpu: DeviceInfo | None
+) -> tuple[Implementation, DeviceInfo]:
+    """Returns the implementation of a call and why it is that, and the device: `gpu`, or input's if None."""
+    platform = launch.traced_platform(input) if gpu is None else gpu.type
+    capability = launch.known_capability(platform) if gpu is None else divmod(gpu.capability, 10)
+    symbolic = launch.symbolic_limits(input.shape)
+    if implementation is not None:
+        _check_implementation(implementation, input, linear_weight, vocab_axis)
+        if gpu is not None and (obstacle := launch.device_limits(implementation, gpu.type, capability)) is not None:
+            raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
+        chosen = Implementation(implementation, "asked for by name")
+    elif symbolic is not None:
+        chosen = Implementation("chunked", symbolic)
+    else:
+        shape = _shape(input, linear_weight, vocab_axis)
+        chosen = Implementation(*launch.choose(platform, capability, *shape))
+    return chosen, launch.device_info(chosen.name, platform) if gpu is None else gpu
+
+
+def _shape(input: Array, linear_weight: Array, vocab_axis: int) -> tuple[Any, int, int, int]:
+    return input.dtype, input.shape[-1], linear_weight.shape[vocab_axis], vocab_axis
+
+
+def _check_implementation(implementation: str, input: Array, linear_weight: Array, vocab_axis: int) -> None:
+    """Raises ValueError if it is no implementation, or cannot serve these shapes and dtypes."""
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    obstacle = launch.limits(implementation, *_shape(input, linear_weight, vocab_axis))
+    if implementation != "chunked":
+        obstacle = launch.symbolic_limits(input.shape) or obstacle
+    if obstacle is not None:
+        raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
+
+
+class Call(NamedTuple):
+    """One call, checked and flattened."""
+
+    options: ops.Options
+    arrays: tuple[Array, ...]
+    row_weight: Array  # (N,) float32
+    n_valid: Array  # ()
+    leading: tuple[int, ...]  # target's shape
+    grad_into: Array | None
+
+    @property
+    def tokens(self) -> int:
+        return self.row_weight.shape[0]
+
+
+def prepare(
+    spec: LossSpec,
+    arrays: tuple[Any, ...],
+    vocab_axis: int,
+    memory_budget: int | None,
+    implementation: str | None,
+    saved_budget: int = 0,
+    *,
+    statistics: int,
+) -> Call:
+    """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector.
+
+    The arrays are those of ARRAYS and a normalizer.
+    """
+    *present, normalizer = arrays
+    named: dict[str, Any] = dict(zip(ARRAYS, present, strict=True))
+    for name, array in named.items():
+        optional = name not in ("input", "linear_weight", "target")
+        if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
+            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
+    if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
+        normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
+    number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
+    if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
+        raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
+    if named["grad_into"] is not None and spec.reduction == "none":
+        raise ValueError('grad_into needs reduction "mean" or "sum", got reduction \'none\'')
+    named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
+    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
+    check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
+    named["target"] = _signed(named["target"])
+    if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:
+        raise ValueError(f"ignore_index must fit {named['target'].dtype}, which targets have, got {spec.ignore_index}")
+    named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
+    for name in ARRAYS:
+        _check_unsharded(name, named[name])
+    for name in ("weight", "token_weight", "normalizer"):
+        if named[name] is not None:
+            named[name] = _undifferentiated(name, named[name])
+    launch.check_sizes(named["input"].shape, named["linear_weight"].shape)
+    if implementation is not None:
+        _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
+    elif launch.symbolic_limits(named["input"].shape) is not None:
+        implementation = "chunked"
+    classes = spec.classes(named["linear_weight"].shape[vocab_axis])
+    flat_target = named["target"].reshape(-1)
+    class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
+    flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
+    row_weight, n_valid = row_math.row_weights(
+        spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes
+    )
+    options = ops.Options(
+        spec=spec,
+        classes=classes,
+        vocab_axis=vocab_axis,
+        memory_budget=check_memory_budget(memory_budget),
+        implementation=implementation,
+        has_bias=named["linear_bias"] is not None,
+        has_class_weight=class_weight is not None,
+        statistics=statistics,
+        saved_budget=saved_budget,
+        has_grad_into=named["grad_into"] is not None,
+    )
+    flat_arrays = options.arrays(
+        input=named["input"].reshape(-1, named["input"].shape[-1]),
+        linear_weight=named["linear_weight"],
+        target=flat_target,
+        row_weight=row_weight,
+        linear_bias=named["linear_bias"],
+        class_weight=class_weight,
+        grad_into=named["grad_into"],
+    )
+    return Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape), named["grad_into"])
+
+
+def _check_unsharded(name: str, array: Array | None) -> None:
+    """Raises where an array's type says that devices hold parts of it."""
+    if array is None:
+        return
+    spec = jax.typeof(array).sharding.spec
+    if any(axes is not None for axes in spec):
+        raise ValueError(
+            f"{name} must not be sharded over explicit axes of a mesh, got {spec}: "
+            "call the function on the devices' own rows, within jax.shard_map, and sum there"
+        )
+
+
+def _signed(target: Array | np.ndarray) -> Array:
+    """Returns `target` in int32 or int64. A value that does not fit is not a class, and becomes another that is not."""
+    range32 = np.iinfo(np.int32)
+    if target.dtype in (jnp.uint32, jnp.uint64):
+        target = (np if isinstance(target, np.ndarray) else jnp).minimum(target, range32.max)
+    elif target.dtype == np.int64 and not jax.config.read("jax_enable_x64"):  # an array of NumPy, which JAX would wrap
+        target = np.clip(target, range32.min, range32.max)
+    target = jnp.asarray(target)
+    return target if target.dtype == jnp.int64 else target.astype(jnp.int32)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _undifferentiated(name: str, array: Array) -> Array:
+    """Returns `array`; refuses to be differentiated, where a gradient of zeros would be silently wrong."""
+    return array
+
+
+@_undifferentiated.defjvp
+def _(name: str, primals: Any, tangents: Any) -> Any:
+    raise ValueError(f"{name} is not differentiated and must not depend on what is; pass jax.lax.stop_gradient({name})")
+
+
+def check_per_token(
+    token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...], whose: str
+) -> ops.Arrays:
+    """Checks the per-token arrays of a token loss and flattens their axes. `leading` is `whose` shape."""
+    if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
+        names = ", ".join(token_loss.per_token)
+        raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} arrays")
+    for index, values in enumerate(per_token):
+        name = f"per_token[{index}]"
+        if not isinstance(values, (Array, np.ndarray)):
+            raise TypeError(f"{name} must be an array, got {type(values).__name__}")
+        if not jnp.issubdtype(values.dtype, jnp.floating):
+            raise TypeError(f"{name} must have a floating-point dtype, got {values.dtype}")
+        if values.shape != leading:
+            raise ValueError(f"{name} must have shape {leading} ({whose} shape), got {values.shape}")
+        _check_unsharded(name, jnp.asarray(values))
+    return tuple(jnp.asarray(values).reshape(-1) for values in per_token)

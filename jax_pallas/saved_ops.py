@@ -1,0 +1,237 @@
+"""Losses of rows and log-probabilities that keep something for the backward pass: 3 matmuls in place of 4.
+
+The upstream gradients of the rows are unknown in the forward pass, so `ops.row_losses` and `ops.log_probs` compute the
+logits again in the backward pass. But an upstream gradient is a factor of its row: MATH.md (41), (42). So the forward
+pass can compute the gradients for upstream gradients of 1 up to this factor, for as many rows as `saved_budget` holds:
+
+    forward rule    loss and d_input of the first S rows; keeps their exponentials  2 matmuls  `_saved_losses`
+                    loss of the other rows                                          1 matmul
+    backward rule   d_input times the upstream gradients; d_weight of these S rows  1 matmul   `_saved_gradients`
+                    d_input and d_weight of the other rows, from logits again       3 matmuls
+
+If a gradient of the entropy or of lse arrives, what was kept is not used. The backward pass is then that of
+`ops.log_probs`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+from jax_pallas import chunked, ops
+from jax_pallas.launch import DeviceInfo
+from jax_pallas.ops import Arrays, Options
+from jax_pallas.plan import ExecutionPlan
+from jax_pallas.primitives import differentiable, opaque
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, plan_of
+from jax_pallas.row_math import RowStatistics
+from jax_pallas.slicing import is_symbolic
+from linear_ce.chunking import SavedRowCount, choose_saved_rows
+
+
+def saved_rows(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> SavedRowCount:
+    """Returns which rows of a call are saved: the first ones."""
+    return _count(options.named(arrays)["input"], options.classes, needs_grad, options.saved_budget)
+
+
+def _count(x: Array, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
+    tokens, hidden = x.shape
+    if is_symbolic(tokens):
+        raise ValueError(f"saved_budget must be 0 where the number of tokens is symbolic, got {budget}")
+    return choose_saved_rows(
+        tokens=tokens,
+        hidden=hidden,
+        classes=classes,
+        itemsize=x.dtype.itemsize,
+        d_input=needs_grad.d_input,
+        d_head=needs_grad.d_weight or needs_grad.d_bias,
+        budget=budget if any(needs_grad) else 0,
+    )
+
+
+def explained_plan(
+    problem: Problem,
+    memory_budget: int,
+    saved_budget: int,
+    implementation: str,
+    needs_grad: NeedsGrad,
+    device: DeviceInfo,
+) -> ExecutionPlan:
+    """Returns the plan of the rows that are saved, or that of the backward pass if no row is saved."""
+    x = problem.input
+    saved = _count(x, problem.classes, needs_grad, saved_budget)
+    if saved.rows:
+        problem = replace(problem, input=jax.ShapeDtypeStruct((saved.rows, x.shape[1]), x.dtype))  # pyright: ignore[reportArgumentType]
+    stage = "saved_rows" if saved.rows else "row_gradients"
+    plan = ops.plan_for(problem, stage, memory_budget, implementation, needs_grad, device)
+    return replace(plan, saved=saved)
+
+
+@ops._rule
+def _row_losses(options: Options, *arrays: Array) -> Arrays:
+    return ops._row_losses(options, *arrays)
+
+
+def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
+    needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
+    d_head = needs_grad.d_weight or needs_grad.d_bias
+    if not (d_head and saved_rows(options, arrays, needs_grad).rows):
+        results, residuals = ops._row_losses_fwd(options, *primals)
+        return results, (residuals, None)
+    ops._problem("row_gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
+    loss, found, saved = _saved_losses((options, needs_grad), *arrays)
+    return (loss, *ops._present(found, options.statistics)), (None, _residuals(arrays, found, saved, needs_grad))
+
+
+def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+    recomputed, kept = residuals
+    if kept is None:
+        return ops._row_losses_bwd(options, recomputed, cotangents)
+    return _of_upstream(options, kept, ops._dense(cotangents[0]))
+
+
+_row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
+
+
+@ops._rule
+def _log_probs(options: Options, *arrays: Array) -> Arrays:
+    return ops._log_probs(options, *arrays)
+
+
+def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
+    needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
+    if not saved_rows(options, arrays, needs_grad).rows:
+        results, residuals = ops._log_probs_fwd(options, *primals)
+        return results, (residuals, None)
+    for stage in ("gradients", "row_gradients"):  # refuses what the backward pass could not do
+        ops._problem(stage, options, arrays, needs_grad, entropy=stage == "gradients")
+    loss, found, saved = _saved_losses((options, needs_grad), *arrays)
+    assert found.entropy is not None
+    return (0.0 - loss, found.entropy, found.lse), (None, _residuals(arrays, found, saved, needs_grad))
+
+
+def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+    recomputed, kept = residuals
+    if kept is None:
+        return ops._log_probs_bwd(options, recomputed, cotangents)
+    d_log_prob, *others = cotangents
+    if all(isinstance(one, SymbolicZero) for one in others):
+        return _of_upstream(options, kept, -ops._dense(d_log_prob))
+    arrays, entropy, lse, _, needs_grad = kept
+    return ops._log_probs_bwd(options, (arrays, entropy, lse, needs_grad), cotangents)
+
+
+_log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
+
+
+def _residuals(arrays: Arrays, found: RowStatistics, saved: SavedRows, needs_grad: NeedsGrad) -> Any:
+    entropy = None if found.entropy is None else ops._named(found.entropy)
+    return arrays, entropy, ops._named(found.lse), jax.tree.map(ops._named, saved), needs_grad
+
+
+def _of_upstream(options: Options, kept: Any, d_loss: Array) -> Any:
+    """Returns the results of a backward rule for upstream gradients (N,) of the losses."""
+    arrays, _, lse, saved, needs_grad = kept
+    factor = jnp.where(options.named(arrays)["row_weight"] != 0, d_loss, 0.0)
+    return options.cotangents(_saved_gradients((options, needs_grad), arrays, factor, lse, saved))
+
+
+@opaque("linear_ce_saved_losses")
+def _saved_losses(
+    static: tuple[Options, NeedsGrad], *arrays: Array, platform: str | None = None
+) -> tuple[Array, RowStatistics, SavedRows]:
+    """The forward pass: returns the weighted loss of each row (N,), the statistics, and what is kept of the first
+    rows."""
+    options, needs_grad = static
+    rows = saved_rows(options, arrays, needs_grad).rows
+    first, others = _of_rows(options, arrays, slice(0, rows)), _of_rows(options, arrays, slice(rows, None))
+    problem = _saved_problem(options, first, needs_grad, platform)
+    plan = plan_of(problem)
+    if plan.path == "scaled_exp":
+        from jax_pallas.scaled_exp import save_rows
+
+        loss, found, saved = save_rows(problem, needs_grad, statistics=options.statistics)
+    else:
+        loss, found, saved = chunked.save_rows(
+            ops._tiles(plan), problem, plan.chunk_config, needs_grad, options.statistics
+        )
+    if rows < len(options.named(arrays)["target"]):
+        other_loss, other = ops._losses(options, *others)
+        loss = jnp.concatenate([loss, other_loss])
+        found = _joined(found, other)
+    return loss, found._replace(nll=None, weighted_sum=None), saved
+
+
+def _of_rows(options: Options, arrays: Arrays, rows: slice) -> Arrays:
+    named = options.named(arrays)
+    return options.arrays(**named | {name: named[name][rows] for name in ("input", "target", "row_weight")})
+
+
+def _saved_problem(options: Options, arrays: Arrays, needs_grad: NeedsGrad, platform: str | None) -> Problem:
+    return ops._problem("saved_rows", options, arrays, needs_grad, platform, statistics=options.statistics)
+
+
+def _joined(first: RowStatistics, others: RowStatistics) -> RowStatistics:
+    """Returns the statistics of the first rows and of the others that both have."""
+    pairs = zip(first, others, strict=True)
+    return RowStatistics(*(None if a is None or b is None else jnp.concatenate([a, b]) for a, b in pairs))  # pyright: ignore[reportArgumentType]
+
+
+@opaque("linear_ce_saved_gradients")
+def _saved_gradients(
+    static: tuple[Options, NeedsGrad],
+    arrays: Arrays,
+    factor: Array,
+    lse: Array,
+    saved: SavedRows,
+    platform: str | None = None,
+) -> Gradients:
+    """The backward pass: the gradients of the sum of the rows' losses, each multiplied by `factor` (N,), which is 0 in
+    rows that do not contribute.
+
+    The gradients of the head by the rows that were not saved come first. Those by the saved rows are added to them.
+    """
+    options, needs_grad = static
+    rows, tokens = saved_rows(options, arrays, needs_grad).rows, len(factor)
+    d_head, d_others = Gradients(None, None, None), None
+    if rows < tokens:
+        others = _of_rows(options, arrays, slice(rows, None))
+        row_weight, of_others = options.named(others)["row_weight"], factor[rows:]
+        upstream = jnp.where(of_others != 0, of_others * row_weight, 0.0)
+        d_others, *rest = ops._row_gradients(static, others, lse[rows:], upstream)
+        d_head = Gradients(None, *rest)
+    first, factor = _of_rows(options, arrays, slice(0, rows)), factor[:rows]
+    problem = _saved_problem(options, first, needs_grad, platform)
+    if plan_of(problem).path == "scaled_exp":
+        from jax_pallas.scaled_exp import saved_gradients
+
+        d_head = saved_gradients(problem, saved, factor, needs_grad, d_head)
+        input_factor = factor
+    else:
+        assert saved.rho is not None
+        input_factor = jnp.where(factor == 0, 0.0, factor * saved.rho)
+        first = options.arrays(**options.named(first) | {"row_weight": input_factor})
+        problem = ops._problem("gradients", options, first, needs_grad._replace(d_input=False), platform)
+        d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
+    d_input = None
+    if saved.unit_d_input is not None:
+        scaled = saved.unit_d_input.astype(jnp.float32) * input_factor[:, None]
+        # A row of NaN whose upstream gradient is 0 has a zero gradient, as where it is computed here.
+        d_input = jnp.where(input_factor[:, None] == 0, 0.0, scaled).astype(saved.unit_d_input.dtype)
+        d_input = d_input if d_others is None else jnp.concatenate([d_input, d_others])
+    return d_head._replace(d_input=d_input)
+
+
+def _row_losses_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
+    return ops._unflattened(row_losses(options, *arrays), batch)
+
+
+def _log_probs_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
+    return ops._unflattened(log_probs(options, *arrays), batch)
+
+
+row_losses = differentiable("linear_ce_saved_row_losses", _row_losses, ops._by_batch(_row_losses_of_batch))
+log_probs = differentiable("linear_ce_saved_log_probs", _log_probs, ops._by_batch(_log_probs_of_batch))

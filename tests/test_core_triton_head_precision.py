@@ -1,0 +1,114 @@
+"""Tests `head_precision` of core_triton: errors against a true float32 head, plans, and PyTorch's features. The cases
+of parity compare values with the float64 reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_problem import FUNCTIONS, leaves, problem, total
+
+import core_triton
+from core_triton.problem import halves
+
+Arrays = dict[str, Any]
+
+
+def float32_head(n: int = 12, d: int = 8, v: int = 50) -> Arrays:
+    arrays = problem(n, d, v, bias=False)
+    return arrays | {"input": arrays["input"].detach().bfloat16().requires_grad_()}
+
+
+def test_the_halves_have_sixteen_bits_of_a_weight() -> None:
+    w = torch.randn(300, 40, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-20, 20)
+    high, low = halves(w, torch.bfloat16).double().chunk(2, 1)
+    assert torch.equal(high, w.bfloat16().double())
+    assert ((high + low - w).abs() <= 2.0**-17 * w.abs()).all()
+
+
+def test_errors_against_a_true_float32_head() -> None:
+    """The figures of docs/options.md."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 1024, generator=generator).bfloat16()
+    w = torch.randn(4096, 1024, generator=generator) * 2.0 / 32.0  # logits of a standard deviation of 2
+    target = torch.randint(4096, (512,), generator=generator)
+
+    def target_logit_and_d_input(precision: Any) -> tuple[Tensor, Tensor]:
+        inputs = x.clone().requires_grad_()
+        options: Any = {"reduction": "sum", "head_precision": precision}
+        loss, stats = core_triton.linear_cross_entropy_with_stats(inputs, w, target, **options)
+        loss.backward()
+        assert inputs.grad is not None
+        return stats.target_logit, inputs.grad
+
+    logits = x.double() @ w.double().T
+    d_logits = logits.softmax(1)
+    d_logits[torch.arange(512), target] -= 1.0
+    exact = logits[torch.arange(512), target], d_logits @ w.double()
+    errors = {
+        precision: [
+            float((a - b).norm() / b.norm()) for a, b in zip(target_logit_and_d_input(precision), exact, strict=True)
+        ]
+        for precision in ("input", "float32")
+    }
+    assert errors["input"][0] == pytest.approx(1.7e-3, rel=0.1)
+    assert errors["float32"][0] == pytest.approx(2.4e-6, rel=0.1)
+    assert errors["input"][1] == pytest.approx(2.4e-3, rel=0.1)
+    assert errors["float32"][1] == pytest.approx(1.7e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_input_is_the_default(function: str) -> None:
+    arrays = float32_head()
+    found = [
+        [value, *torch.autograd.grad(value, leaves(arrays))]
+        for value in (total(function, arrays, head_precision=precision) for precision in (None, "input", "float32"))
+    ]
+    for a, b in zip(*found[:2], strict=True):
+        assert torch.equal(a, b)
+    assert found[2][0] != found[0][0]
+    assert found[2][2].dtype == torch.float32
+
+
+def test_explain_names_five_matmuls() -> None:
+    arrays = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta"), torch.empty(128256, 4096, device="meta")
+    explained = str(core_triton.explain(*arrays, head_precision="float32", device="h200"))
+    assert "matmuls: logits high, logits low by our kernels; d_input high, d_input low, d_weight by cuBLAS" in explained
+    assert "path: scaled_exp" in explained
+    plan = core_triton.explain(*arrays, head_precision="float32", device="h200").plan
+    assert plan.chunks.bytes <= 2**29
+    assert len(core_triton.explain(*arrays, device="h200").plan.matmuls) == 3
+
+
+def test_modules_autocast_and_compiled_functions_take_it() -> None:
+    arrays = float32_head()
+    head = core_triton.LinearCrossEntropy(8, 50, head_precision="float32")
+    with torch.no_grad():
+        head.weight.copy_(arrays["linear_weight"])
+    want = core_triton.linear_cross_entropy(**arrays, head_precision="float32")
+    assert torch.equal(head(arrays["input"], arrays["target"]), want)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(head(arrays["input"].float(), arrays["target"]), want)
+
+    def function(arrays: Arrays) -> Tensor:
+        return core_triton.linear_cross_entropy(**arrays, head_precision="float32")
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(arrays)
+    assert torch.equal(compiled, want)
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled, leaves(arrays)), torch.autograd.grad(want, leaves(arrays)), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input": torch.zeros(12, 8)}, "got a float32 linear_weight and a float32 input"),
+        ({"linear_weight": torch.zeros(50, 8).bfloat16()}, "got a bfloat16 linear_weight and a bfloat16 input"),
+        ({"head_precision": "double"}, "head_precision must be one of 'input', 'float32', got 'double'"),
+    ],
+)
+def test_what_it_does_not_serve_is_refused(changes: Arrays, message: str) -> None:
+    call: Arrays = float32_head() | {"head_precision": "float32"} | changes
+    with pytest.raises(ValueError, match=message):
+        core_triton.linear_cross_entropy(**call)

@@ -1,0 +1,313 @@
+"""Tests the rows that jax_pallas saves for the backward pass: gradients, matmuls, memory, errors, transformations."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax_problem import ARGUMENTS, problem
+
+import jax_pallas
+from jax_pallas.ops import RESIDUAL
+from linear_ce.chunking import SAVED_FIXED_BYTES, SAVED_ROW_BYTES
+from parity.arrays import make_arrays
+from parity.backends import run_case
+from parity.cases import Case, cases
+from parity.expected import compare, expected
+
+FUNCTIONS = ("none", "log_probs")
+ALL = 2**24  # bytes: more than the rows of these problems
+
+
+def results(function: str, arrays: dict[str, Any], **options: Any) -> Array:
+    """Returns the losses, or minus the log-probabilities, of all rows."""
+    if function == "log_probs":
+        return -jax_pallas.linear_log_probs(**arrays, **options).log_prob
+    return jax_pallas.linear_cross_entropy(**arrays, reduction="none", **options)
+
+
+def gradients(
+    function: str,
+    arrays: dict[str, Any],
+    names: tuple[str, ...] = ARGUMENTS,
+    upstream: Array | None = None,
+    transform: Any = jax.jit,
+    **options: Any,
+) -> dict[str, Array]:
+    chosen = {name: arrays[name] for name in names if name in arrays}
+    losses, pull_back = jax.vjp(transform(lambda d: results(function, arrays | d, **options)), chosen)
+    return pull_back(jnp.linspace(-1.0, 2.0, losses.size) if upstream is None else upstream)[0]
+
+
+def budget_of(rows: int, arrays: dict[str, Any]) -> int:
+    """Returns the bytes that so many rows take."""
+    x, w = arrays["input"], arrays["linear_weight"]
+    per_row = SAVED_ROW_BYTES + x.dtype.itemsize * (x.shape[1] + -(-len(w) // 64) * 64)
+    return SAVED_FIXED_BYTES + -(-rows // 8) * 8 * per_row
+
+
+def assert_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    for name, one in want.items():
+        one = np.asarray(one, np.float32)
+        assert np.linalg.norm(np.asarray(got[name], np.float32) - one) <= tolerance * np.linalg.norm(one), name
+
+
+NAMES = (
+    "none-fp32-smoothing-zloss-scale-mask-ignored-tight-upstream-n4x63",
+    "log_probs-fp32-padded-bias-axis1-tight-n50",
+    "edge-target_range-none-fp32",
+    "edge-nan_masked-none-fp32",
+    "edge-log_probs-logits80-fp16",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i in (1, 3) else ()) for i, name in enumerate(NAMES)]
+)
+def test_cases_are_within_their_budgets(name: str) -> None:
+    case = next(case for case in cases() if case.name == name)
+    case = replace(case, saved_budget=ALL, unused=("entropy", "lse") if case.function == "log_probs" else ())
+    arrays = make_arrays(case)
+    found = compare(case, expected(case, arrays), run_case("jax-chunked", case, arrays).outputs)
+    assert not {name: one.percent for name, one in found.items() if not one.percent <= 100}
+
+
+EDGES = [case for case in cases() if "saved" in case.name]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.name == "edge-log_probs-saved-bf16" else pytest.mark.slow)
+        for case in EDGES
+    ],
+)
+def test_the_kernels_are_within_the_budgets_of_cases(case: Case) -> None:
+    arrays = make_arrays(case)
+    found = compare(case, expected(case, arrays), run_case("jax-pallas_triton", case, arrays).outputs)
+    assert not {name: one.percent for name, one in found.items() if not one.percent <= 100}
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        ("none", "float32"),
+        ("log_probs", "float16"),
+        *(pytest.param("none", dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16")),
+        *(pytest.param("log_probs", dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
+    ],
+)
+def test_a_part_of_the_rows_is_saved(function: str, dtype: Any) -> None:
+    arrays = problem(700, 8, 301, dtype=dtype)
+    arrays["target"] = (arrays["target"] % 290).at[::7].set(-100)
+    # Several chunks of rows and of the vocabulary.
+    options: dict[str, Any] = {"softcap": 4.0, "logit_scale": 0.5, "vocab_size": 290, "memory_budget": 80_000}
+    budget = budget_of(600, arrays)
+    want, got = (gradients(function, arrays, **options, saved_budget=saved) for saved in (0, budget))
+    assert_close(got, want, {"float32": 1e-5, "bfloat16": 8e-3, "float16": 1e-3}[dtype])
+
+
+# By whether input and linear_weight are differentiated.
+MATMULS = {(True, True): 3, (True, False): 2, (False, True): 2}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("names", [ARGUMENTS[:2], ("input",), ("linear_weight",)], ids="-".join)
+def test_saved_rows_take_three_matmuls(function: str, names: tuple[str, ...]) -> None:
+    arrays = problem()
+
+    def call(arrays: dict[str, Any]) -> Any:
+        return gradients(function, arrays, names, transform=lambda function: function, saved_budget=ALL)
+
+    text = jax.jit(call).lower(arrays).as_text()
+    assert text.count("stablehlo.dot_general") == MATMULS["input" in names, "linear_weight" in names]
+    assert_close(jax.jit(call)(arrays), gradients(function, arrays, names))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_nothing_is_saved_without_gradients(function: str) -> None:
+    text = jax.jit(lambda arrays: results(function, arrays, saved_budget=ALL)).lower(problem()).as_text()
+    assert text.count("stablehlo.dot_general") == 1
+
+
+@pytest.mark.parametrize("n", [257, 700])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_is_within_both_budgets(function: str, n: int) -> None:
+    arrays = problem(n, 64, 500, bias=False)
+    saved_budget, memory_budget = budget_of(min(n, 600), arrays), 2**21
+    others = {name: arrays[name] for name in ("target",)}
+
+    def loss(x: Array, w: Array) -> Array:
+        options = {"saved_budget": saved_budget, "memory_budget": memory_budget}
+        return results(function, {"input": x, "linear_weight": w, **others}, **options)
+
+    def forward(x: Array, w: Array) -> Any:
+        losses, pull_back = jax.vjp(loss, x, w)
+        return losses, pull_back
+
+    operands = arrays["input"], arrays["linear_weight"]
+    losses, pull_back = jax.jit(forward)(*operands)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back)) - sum(one.nbytes for one in operands)
+    assert 0.8 * saved_budget < kept <= saved_budget + 6 * 4 * n  # the results, and the row weights
+    # The results of the forward pass, which are kept, are no temporaries.
+    for call, arguments in (
+        (forward, operands),
+        (lambda pull_back, upstream: pull_back(upstream), (pull_back, losses)),
+    ):
+        compiled: Any = jax.jit(call).lower(*arguments).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes <= memory_budget
+
+
+@pytest.mark.parametrize(
+    ("function", "implementation"),
+    [("none", "chunked"), pytest.param("log_probs", "chunked", marks=pytest.mark.slow), ("none", "pallas_triton")],
+)
+def test_rows_that_do_not_count_change_nothing(function: str, implementation: str) -> None:
+    """An ignored row under an upstream gradient of NaN, and a row of NaN and one without a class under one of 0."""
+    dtype: Any = "float32" if implementation == "chunked" else "bfloat16"
+    arrays, upstream = problem(13, 16, 128, dtype=dtype), jnp.linspace(0.5, 2.0, 13)
+    options: dict[str, Any] = {"saved_budget": ALL, "implementation": implementation}
+    kept = jnp.array([row for row in range(13) if row not in (1, 4, 7)])
+    ignored = arrays | {"target": arrays["target"].at[jnp.array([1, 4, 7])].set(-100)}
+    want = gradients(function, ignored, upstream=upstream, **options)
+    arrays["input"] = arrays["input"].at[jnp.array([1, 4])].set(jnp.nan)
+    arrays["target"] = arrays["target"].at[1].set(-100).at[7].set(199)
+    upstream = upstream.at[1].set(jnp.nan).at[4].set(0.0).at[7].set(0.0)
+    got = gradients(function, arrays, upstream=upstream, **options)
+    assert_close(got, want, 1e-5 if implementation == "chunked" else 4e-3)
+    assert not got["input"][jnp.array([1, 4, 7])].any()
+    assert got["input"][kept].any()
+    counted = gradients(function, arrays, upstream=upstream.at[4].set(1.0), **options)
+    assert jnp.isnan(counted["linear_weight"]).all()
+
+
+def test_a_gradient_of_the_entropy_uses_the_other_backward_pass() -> None:
+    arrays = problem()
+
+    def value(arrays: dict[str, Any], saved_budget: int) -> Array:
+        found = jax_pallas.linear_log_probs(**arrays, saved_budget=saved_budget)
+        return (found.log_prob + 0.1 * found.entropy).sum()
+
+    names = {name: arrays[name] for name in ARGUMENTS}
+    got, want = (jax.grad(lambda d, saved=saved: value(arrays | d, saved))(names) for saved in (ALL, 0))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_checkpoint(function: str) -> None:
+    arrays = problem()
+    got = gradients(function, arrays, transform=jax.checkpoint, saved_budget=ALL)
+    assert_close(got, gradients(function, arrays))
+
+
+def test_a_policy_keeps_what_is_saved() -> None:
+    """Under it, jax.checkpoint does not run the forward pass again."""
+    arrays, policy = problem(bias=False), jax.checkpoint_policies.save_only_these_names(RESIDUAL)
+
+    def call(arrays: dict[str, Any]) -> Any:
+        def transform(function: Any) -> Any:
+            return jax.checkpoint(function, policy=policy)
+
+        return gradients("none", arrays, transform=transform, saved_budget=ALL)
+
+    assert jax.jit(call).lower(arrays).as_text().count("stablehlo.dot_general") == 3
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("axis", ["rows", "head"])
+def test_vmap(function: str, axis: str) -> None:
+    arrays, batch = problem(36, 8, 50, bias=False), 3
+    rows = {name: arrays[name].reshape(batch, 12, *arrays[name].shape[1:]) for name in ("input", "target")}
+    head = arrays["linear_weight"]
+
+    def grads(x: Array, y: Array, w: Array) -> Any:
+        return gradients(
+            function, {"input": x, "target": y, "linear_weight": w}, transform=lambda f: f, saved_budget=ALL
+        )
+
+    heads = jnp.stack([head, 2 * head, head / 2])
+    w, in_axis = (head, None) if axis == "rows" else (heads, 0)
+    got = jax.vmap(grads, (0, 0, in_axis))(rows["input"], rows["target"], w)
+    for i in range(batch):
+        of_i = {
+            "input": rows["input"][i],
+            "target": rows["target"][i],
+            "linear_weight": head if axis == "rows" else heads[i],
+        }
+        assert_close(jax.tree.map(lambda one, i=i: one[i], got), gradients(function, of_i))
+
+
+def test_scan() -> None:
+    arrays = problem(36, 8, 50, bias=False)
+    parts = tuple(arrays[name].reshape(3, 12, *arrays[name].shape[1:]) for name in ("input", "target"))
+
+    def value(w: Array, saved_budget: int) -> Array:
+        def step(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
+            of_part = {"input": part[0], "target": part[1], "linear_weight": w}
+            losses = results("log_probs", of_part, saved_budget=saved_budget)
+            return total + (losses * jnp.linspace(-1.0, 2.0, 12)).sum(), None
+
+        return jax.lax.scan(step, jnp.float32(0), parts)[0]
+
+    got, want = (jax.grad(value)(arrays["linear_weight"], saved_budget) for saved_budget in (ALL, 0))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_bad_saved_budgets_are_named() -> None:
+    arrays = problem()
+    for value, kind, message in (
+        (-1, ValueError, r"saved_budget must not be negative \(bytes\), got -1"),
+        (1.5, TypeError, "saved_budget must be a Python int, got float"),
+    ):
+        for function in FUNCTIONS:
+            with pytest.raises(kind, match=message):
+                results(function, arrays, saved_budget=value)
+    with pytest.raises(ValueError, match="saved_budget needs reduction \"none\", got reduction 'mean'"):
+        jax_pallas.linear_cross_entropy(**arrays, saved_budget=1)
+    into: dict[str, Any] = {"grad_into": jnp.zeros((50, 8))}
+    split: dict[str, Any] = {"head_precision": "float32"}
+    with pytest.raises(ValueError, match=r"saved_budget must be 0 with grad_into: .*, got 1"):
+        jax_pallas.linear_cross_entropy_with_stats(**arrays, saved_budget=1, **into)
+    for function in FUNCTIONS:
+        with pytest.raises(ValueError, match=r'saved_budget must be 0 with head_precision "float32": .*, got 1'):
+            results(function, arrays, saved_budget=1, **split)
+    for options in (into, split):
+        with pytest.raises(ValueError, match="saved_budget must be 0 with"):
+            jax_pallas.explain(arrays["input"].astype("bfloat16"), arrays["linear_weight"], saved_budget=1, **options)
+    (n,) = jax.export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((n, 8), "float32"), jax.ShapeDtypeStruct((n,), "int32")
+
+    def symbolic(x: Array, y: Array) -> Any:
+        return gradients("none", {**arrays, "input": x, "target": y}, upstream=y * 1.0, saved_budget=ALL)
+
+    with pytest.raises(ValueError, match="saved_budget must be 0 where the number of tokens is symbolic"):
+        jax.export.export(jax.jit(symbolic))(*shapes)
+
+
+def shapes_of(n: int, d: int, v: int, dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct((n, d), dtype), jax.ShapeDtypeStruct((v, d), dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"saved_budget": 2**30}])
+def test_explain_says_what_is_saved(options: dict[str, int]) -> None:
+    x, w = shapes_of(16384, 2048, 128256, "bfloat16")
+    given: dict[str, Any] = {"saved_budget": 2**35, **options}
+    explained = jax_pallas.explain(x, w, reduction="none", device="h100", **given)
+    line = dict(line.split(": ", 1) for line in str(explained).splitlines())["saved"]
+    assert ("3.75 matmuls" if options else "3 matmuls") in line
+    assert explained.plan.saved is not None
+    assert explained.plan.saved.bytes <= given["saved_budget"]
+
+
+@pytest.mark.parametrize(("dtype", "smoothing"), [("float16", 0.0), ("float32", 0.0), ("bfloat16", 0.1)])
+def test_kernels_without_such_exponentials_refuse_the_budget(dtype: str, smoothing: float) -> None:
+    x, w = shapes_of(8, 64, 1024, dtype)
+    options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing, "saved_budget": ALL}
+    with pytest.raises(
+        ValueError, match=f"saved_budget must be 0 here: with {dtype} input, label_smoothing {smoothing}"
+    ):
+        jax_pallas.explain(x, w, implementation="pallas_triton", **options)
+    assert jax_pallas.explain(x, w, implementation="chunked", **options).plan.saved
