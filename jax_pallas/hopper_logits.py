@@ -228,9 +228,10 @@ def exponentials_epilogue(
     # Masked afterwards, so that full and partial tiles round alike: each logit and its reference exponent once.
     exponents = capped * LOG2_E - half.of_rows("ref_exponent")
     values = half.masked(jnp.exp2(exponents), piece, 0.0)
-    found = {"sums": values.sum(1)}
+    found = {}
     if switches.statistics & ENTROPY:
         found["exp_logs"] = (values * jnp.maximum(exponents, NO_PROBABILITY)).sum(1)  # 0 times it is 0
+    found["sums"] = values.sum(1)
     if switches.statistics & LOGIT_SUM:
         found["logit_sums"] = half.masked(capped, piece, 0.0).sum(1)
     if switches.statistics & SQUARES:

@@ -236,6 +236,7 @@ def exponentials(
     # that would spill registers.
     crowded = softcap is not None and (stores or statistics & BY_ROW != 0)
     crowded |= statistics & (ARGMAX | LOGIT_SUM | SQUARES) != 0 or unaligned(w.shape[1], vocab_axis)
+    crowded |= stores and statistics & (ENTROPY | BY_ROW) == ENTROPY  # rows that are saved
     tile = triton_tile(x.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)

@@ -100,7 +100,7 @@ def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tu
     """
     head = needs_grad.d_weight or needs_grad.d_bias
     needs_grad = NeedsGrad(needs_grad.d_input, False, False)
-    rows, gradients, found = _run(problem, needs_grad, None, None, statistics=statistics, saves=head)
+    rows, gradients, found = _run(problem, needs_grad, None, None, statistics=statistics & ~BY_ROW, saves=head)
     saved = SavedRows(None, gradients.d_input, None, None)
     if found.saved is not None:
         assert rows.theta is not None

@@ -533,6 +533,11 @@ def run_log_probs(dtype: str, spread: float) -> None:
         ]
         repaired = int((-want.log_prob > LIMIT + 1).sum())
         say(name=f"{name}, spread {spread}", used={"difference": 0.0 if all(same) else 200.0}, repaired=repaired)
+    if dtype == "bfloat16":
+        x, w = (one.clone().requires_grad_() for one in arrays)
+        saved = core_triton.linear_log_probs(x, w, target, saved_budget=2**24, implementation=Running.implementation)
+        same = all(torch.equal(a.detach(), b) for a, b in zip(saved, want, strict=True))
+        say(name="saved rows", used={"difference": 0.0 if same else 200.0}, repaired=repaired)
 
 
 PACK_ROWS = scaled_exp.pack_rows

@@ -43,7 +43,7 @@ def planned(
     needs_grad: NeedsGrad = NO_GRADIENTS,
     *,
     budget: int = DEFAULT_MEMORY_BUDGET,
-    **options: bool,
+    **options: Any,
 ) -> Problem:
     """Returns a problem with its plan for this machine, or for a Hopper GPU with "mosaic"."""
     device = DeviceInfo("cuda", 90, 132, "h200") if implementation == "mosaic" else DeviceInfo("cpu", 0, 0, "a100")

@@ -269,8 +269,7 @@ def test_scaled_exp_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
     assert options["needs_cast"] or config.head_rows == classes
     tails = [min(config.head_rows, classes - start) for start in range(0, classes, config.head_rows)]
     assert config.blocks == sum(-(-tail // options["block_v"]) for tail in tails)
-    partials = 1 + (options["statistics"] or options["entropy"]) + options["entropy"]
-    assert config.scratch >= partials * config.blocks * config.rows
+    assert config.scratch >= (1 + options["statistics"]) * config.blocks * config.rows
     held = 0 if options["holds"] and not options["saves"] else options["itemsize"] * hidden * config.rows
     converted = options["itemsize"] * hidden * config.head_rows if options["needs_cast"] else 0
     stored = options["stores"] and not options["saves"]
