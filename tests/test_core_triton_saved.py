@@ -304,3 +304,13 @@ def test_opcheck(entropy: bool, needs_grad: tuple[bool, bool, bool]) -> None:
     torch.library.opcheck(
         torch.ops.linear_ce.saved_gradients.default, (*plain, *options, *rows, *found.saved, *needs_grad)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_where_rows_are_longer_than_the_vocabulary(dtype: torch.dtype) -> None:
+    arrays, memory_budget = problem(3000, 512, 50, dtype=dtype), 2**22
+    with Meter() as meter:
+        losses = results("none", arrays, saved_budget=ALL, memory_budget=memory_budget)
+        kept = sum(meter.live.values())
+        found = torch.autograd.grad(losses, leaves(arrays), torch.linspace(-1.0, 2.0, 3000))
+    assert meter.peak - bytes_of(*found) - kept <= memory_budget
