@@ -11,8 +11,7 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
-With a `saved_budget`, losses of rows and log-probabilities run a function of `saved_ops.py`: 3 matmuls for the rows
-that it holds.
+With a `saved_budget`, `saved_ops.py` runs losses of rows and log-probabilities: 3 matmuls for the rows that it holds.
 
 The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then `scaled_exp.py` (or
 `chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel with its launcher:
@@ -149,7 +148,8 @@ def linear_cross_entropy(
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
         saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
             results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
-            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four.
+            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
+            with grad_into and with head_precision "float32".
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
@@ -165,13 +165,14 @@ def linear_cross_entropy(
             number of accumulation steps, but pass the number of tokens of all steps as normalizer, or use token_weight.
             Every forward pass with gradients enabled must be followed by one backward pass.
 
-            With reduction "none" the backward pass adds the gradient, for any upstream gradient. Use it, and sum, if
-            the upstream gradient is not 1 (`torch.amp.GradScaler`), or within activation checkpointing, which would run
-            the forward pass twice.
+            With reduction "none" each backward pass adds the gradient, for any upstream gradient, and for whichever
+            inputs it is asked. Use it, and sum, if the upstream gradient is not 1 (`torch.amp.GradScaler`), or within
+            activation checkpointing, which would run the forward pass twice.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
-            and two for d_input, so five instead of three. A weight is off by at most 2**-17 of its value, in place
-            of 2**-9. d_weight is float32 in both cases.
+            and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
+            "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
+            float32 in both cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -294,11 +295,10 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
-        grad_into: (V, D) float32 buffer, contiguous. The backward pass adds the gradient of linear_weight to it.
-        input: as all other arguments, see `linear_cross_entropy`.
-
+        grad_into: (V, D) float32 buffer, contiguous. Each backward pass adds the gradient of linear_weight to it.
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
-            gradient of entropy and lse is needed; otherwise what was kept is not used.
+            gradient of entropy and lse arrives. Otherwise what was kept is not used, and cost a matmul.
+        input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -544,8 +544,9 @@ def explain(
         return _choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
     spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
-    named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
-    infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
+    check_grad_into(grad_into, input, linear_weight, explains=True)
+    named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
+    infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
     classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
@@ -718,8 +719,7 @@ def _prepare(
 def _check_per_token(
     token_loss: TokenLoss, per_token: tuple[Tensor, ...], like: Tensor, name_of_like: str = "target"
 ) -> list[Tensor]:
-    """Checks the arguments of a token loss, which must have the shape and the device of `like`, and flattens their
-    axes."""
+    """Checks the arguments of a token loss, which must have shape and device of `like`, and flattens their axes."""
     if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
         names = ", ".join(token_loss.per_token)
         raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} tensors")
@@ -757,8 +757,7 @@ def _scalar(normalizer: Any, device: torch.device) -> Tensor:
 
 
 def _flat(tensor: Tensor, axes: int) -> Tensor:
-    """Returns a tensor with its leading axes made one. `reshape` would make a view, and a node for autograd, of a
-    tensor that has the shape."""
+    """Returns a tensor with its leading axes made one, without `reshape`, a node for autograd, if it has the shape."""
     return tensor if tensor.ndim == axes else tensor.reshape(-1, *tensor.shape[tensor.ndim + 1 - axes :])
 
 

@@ -112,3 +112,11 @@ def test_what_it_does_not_serve_is_refused(changes: Arrays, message: str) -> Non
     call: Arrays = float32_head() | {"head_precision": "float32"} | changes
     with pytest.raises(ValueError, match=message):
         core_triton.linear_cross_entropy(**call)
+
+
+def test_the_most_columns_of_a_split_head_are_named() -> None:
+    x, w = torch.empty(8, 2**23, dtype=torch.bfloat16, device="meta"), torch.empty(64, 2**23, device="meta")
+    message = 'input must have fewer than 8388608 columns on this GPU with head_precision "float32", got 8388608'
+    with pytest.raises(ValueError, match=message):
+        core_triton.explain(x, w, head_precision="float32", device="a100", memory_budget=2**40)
+    assert core_triton.explain(x, w, device="a100", memory_budget=2**40).plan.pointers
