@@ -4,7 +4,7 @@
 plan determines speed and memory. It changes results only by rounding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -111,7 +111,8 @@ class ExecutionPlan:
             that of d_input `DInputTiling.programs`.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
+            rows, the logits of the forward pass, which has a plan of its own, come first.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
@@ -211,7 +212,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
-        return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+        plan = _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+        first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
+        return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = matmuls_of(key)
     if key.implementation == "chunked":

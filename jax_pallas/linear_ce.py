@@ -301,7 +301,7 @@ def linear_log_probs(
 
     Args:
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
-            gradient of entropy and lse arrives. Otherwise what was kept is not used, and cost a matmul.
+            gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:

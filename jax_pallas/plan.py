@@ -4,7 +4,7 @@
 determines speed and memory. It changes results only by rounding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -65,7 +65,8 @@ class ExecutionPlan:
         chunks: the rows of a chunk, and what depends on them.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
+            rows, the logits of the forward pass, which has a plan of its own, come first.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
@@ -153,7 +154,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
-        return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+        plan = _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+        first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
+        return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = matmuls_of(key)
     vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype

@@ -75,6 +75,9 @@ def test_explain_names_five_matmuls() -> None:
     explained = str(core_triton.explain(*arrays, head_precision="float32", device="h200"))
     assert "matmuls: logits high, logits low by our kernels; d_input high, d_input low, d_weight by cuBLAS" in explained
     assert "path: scaled_exp" in explained
+    of_rows = core_triton.explain(*arrays, reduction="none", head_precision="float32", device="h200").plan.matmuls
+    assert len(of_rows) == 7
+    assert of_rows[:2] == ("logits high of the losses", "logits low of the losses")
     plan = core_triton.explain(*arrays, head_precision="float32", device="h200").plan
     assert plan.chunks.bytes <= 2**29
     assert len(core_triton.explain(*arrays, device="h200").plan.matmuls) == 3

@@ -276,6 +276,12 @@ def test_kernels_without_such_exponentials_refuse_the_budget(dtype: torch.dtype,
     assert core_triton.explain(x, w, saved_budget=ALL, implementation="chunked", **options).plan.saved
 
 
+def test_kernels_with_pointers_refuse_rows_that_are_too_long() -> None:
+    x, w = (torch.empty(rows, 64, dtype=torch.bfloat16, device="meta") for rows in (8, 2**24))
+    with pytest.raises(ValueError, match="saved_budget must be 0 for 16777216 classes, whose rows are too long"):
+        core_triton.explain(x, w, reduction="none", saved_budget=2**34, device="a100")
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("n", [12, 700])
 def test_saved_rows_compile_without_graph_breaks(function: str, n: int) -> None:

@@ -316,3 +316,19 @@ def test_kernels_without_such_exponentials_refuse_the_budget(dtype: str, smoothi
     with pytest.raises(ValueError, match=message):  # an error even where no row would be saved
         gradients("none", arrays, implementation="pallas_triton", label_smoothing=smoothing, saved_budget=1)
     assert jax_pallas.explain(x, w, implementation="chunked", **options).plan.saved
+
+
+@pytest.mark.parametrize(
+    ("hidden", "classes", "head", "device", "message"),
+    [
+        (64, 1000, "bfloat16", "a100", "with 1000 classes in 1000 rows, because these kernels save rows of a multiple"),
+        (64, 1024, "float32", "a100", "with a float32 linear_weight, under which the kernels save nothing"),
+        (72, 1024, "bfloat16", "h100", "here, because the Hopper kernels of gradients need a hidden size that is a"),
+    ],
+)
+def test_the_reason_for_which_kernels_save_nothing(
+    hidden: int, classes: int, head: str, device: str, message: str
+) -> None:
+    arrays = shapes_of(8, hidden, 1, "bfloat16")[0], shapes_of(8, hidden, classes, head)[1]
+    with pytest.raises(ValueError, match=f"saved_budget must be 0 {message}.*: use implementation='chunked'"):
+        jax_pallas.explain(*arrays, reduction="none", saved_budget=1, device=device)
