@@ -26,7 +26,7 @@ from jax_pallas.launch import DeviceInfo
 from jax_pallas.ops import Arrays, Options
 from jax_pallas.plan import ExecutionPlan, why_unsaved
 from jax_pallas.primitives import differentiable, opaque
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, layout_of, plan_of
+from jax_pallas.problem import NOTHING_COMPUTED, Gradients, NeedsGrad, Problem, SavedRows, layout_of, plan_of
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import is_symbolic
 from linear_ce.chunking import SavedRowCount, choose_saved_rows
@@ -223,7 +223,7 @@ def _saved_gradients(
     """
     options, needs_grad = static
     rows, tokens = saved_rows(options, arrays, needs_grad).rows, len(factor)
-    d_head, d_others = Gradients(None, None, None), None
+    d_head, d_others = NOTHING_COMPUTED, None
     if rows < tokens:
         others = _of_rows(options, arrays, slice(rows, None))
         row_weight, of_others = options.named(others)["row_weight"], factor[rows:]

@@ -486,7 +486,9 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/grad_into.py", "            one == 1,\n", "            one == one,\n", INTO),
     Mutation("core_triton/grad_into.py", "grad_into is not None and hooks(True)", "False", INTO),
     Mutation("core_triton/ops.py", "torch.float16 and grad_into is None:", "torch.float16:", INTO),
-    Mutation("core_triton/grad_into.py", "    if explains or not torch.is_grad_enabled():\n        return None", "", INTO),
+    Mutation(
+        "core_triton/grad_into.py", "    if explains or not torch.is_grad_enabled():\n        return None", "", INTO
+    ),
     Mutation("core_triton/grad_into.py", "is None or not self.assumes_one:", "is None:", INTO),
     Mutation("core_triton/grad_into.py", "not torch.compiler.is_compiling() and _overlap", "False and _overlap", INTO),
     Mutation("core_triton/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", INTO),
