@@ -129,7 +129,7 @@ TRITON_KERNELS = (
         "core_triton/kernels.py",
         "logits = tl.where((columns < classes)[None, :], logits, 0.0)",
         "logits = tl.where((columns <= classes)[None, :], logits, 0.0)",
-        tests("core_triton_interpreted", "sm80-views"),
+        tests("core_triton_interpreted", "weighted_views"),
     ),
     Mutation("core_triton/kernels.py", "stride // UNIT * UNIT", "stride", COMPILED_SM80),
     Mutation(
