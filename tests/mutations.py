@@ -74,7 +74,7 @@ TRITON_KERNELS = (
         "tl.sum(logits, 1)",
         TABLE,
     ),
-    Mutation("core_triton/kernels.py", "d_logits - tau[:, None], d_logits", "d_logits + tau[:, None], d_logits", TABLE),
+    Mutation("core_triton/kernels.py", "d_logits - tau, d_logits", "d_logits + tau, d_logits", TABLE),
     Mutation(
         "core_triton/kernels.py", "for k in range(0, hidden, BLOCK_D)", "for k in range(0, BLOCK_D, BLOCK_D)", TABLE
     ),
@@ -220,8 +220,8 @@ CONTRACT = (
     ),
     Mutation(
         "linear_ce/chunking.py",
-        "if kept.rows >= tokens:",
-        "if kept.rows > tokens:",
+        "if kept.rows >= min(tokens, LEAST_FLOAT32_ROWS",
+        "if kept.rows > min(tokens, LEAST_FLOAT32_ROWS",
         tests("chunking", "problem_that_fits"),
     ),
     Mutation(
