@@ -74,7 +74,7 @@ TRITON_KERNELS = (
         "tl.sum(logits, 1)",
         TABLE,
     ),
-    Mutation("core_triton/kernels.py", "d_logits - tau[:, None], d_logits", "d_logits + tau[:, None], d_logits", TABLE),
+    Mutation("core_triton/kernels.py", "d_logits - tau, d_logits", "d_logits + tau, d_logits", TABLE),
     Mutation(
         "core_triton/kernels.py", "for k in range(0, hidden, BLOCK_D)", "for k in range(0, BLOCK_D, BLOCK_D)", TABLE
     ),
@@ -129,7 +129,7 @@ TRITON_KERNELS = (
         "core_triton/kernels.py",
         "logits = tl.where((columns < classes)[None, :], logits, 0.0)",
         "logits = tl.where((columns <= classes)[None, :], logits, 0.0)",
-        tests("core_triton_interpreted", "sm80-views"),
+        tests("core_triton_interpreted", "weighted_views"),
     ),
     Mutation("core_triton/kernels.py", "stride // UNIT * UNIT", "stride", COMPILED_SM80),
     Mutation(
@@ -192,7 +192,12 @@ TORCH_ROWS = (
     Mutation(
         "core_triton/row_math.py", "lambda c: torch.ldexp(c, -exponent)", "lambda c: torch.ldexp(c, exponent)", TORCH
     ),
-    Mutation("core_triton/chunked.py", "vocab_chunk, summed, first=first", "vocab_chunk, summed, first=True", TORCH),
+    Mutation(
+        "core_triton/chunked.py",
+        "summed is not None:\n            sums.d_bias.put(vocab_chunk, summed, first=first)",
+        "summed is not None:\n            sums.d_bias.put(vocab_chunk, summed, first=True)",
+        TORCH,
+    ),
     Mutation("core_triton/chunked.py", "top - FLOAT16_HEADROOM", "top", TORCH),
 )
 CONTRACT = (
@@ -220,8 +225,8 @@ CONTRACT = (
     ),
     Mutation(
         "linear_ce/chunking.py",
-        "if kept.rows >= tokens:",
-        "if kept.rows > tokens:",
+        "if kept.rows >= min(tokens, LEAST_FLOAT32_ROWS",
+        "if kept.rows > min(tokens, LEAST_FLOAT32_ROWS",
         tests("chunking", "problem_that_fits"),
     ),
     Mutation(
@@ -264,8 +269,8 @@ JAX_ROWS = (
     ),
     Mutation(
         "jax_pallas/chunked.py",
-        "vocab_chunk.of(d_bias) + summed",
-        "summed",
+        "summed is not None:\n            d_bias = vocab_chunk.put(d_bias, vocab_chunk.of(d_bias) + summed)",
+        "summed is not None:\n            d_bias = vocab_chunk.put(d_bias, summed)",
         tests("jax_pallas_transforms", "test_jit and 65536-mean"),
     ),
 )
@@ -377,7 +382,9 @@ TOKEN_LOSSES = (
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
     Mutation("core_triton/chunked.py", "target, differentiated.row_weight[chunk]", "target, row_weight", TORCH_TOKENS),
     Mutation("core_triton/scaled_exp.py", "hook.process(order,", "hook.process(chunk,", KERNEL_TOKENS),
-    Mutation("core_triton/scaled_exp.py", "hook.gradient_weight[order]", "hook.gradient_weight[chunk]", KERNEL_TOKENS),
+    Mutation(
+        "core_triton/token_kernels.py", "store_rows(found_ptr, index,", "store_rows(found_ptr, row,", KERNEL_TOKENS
+    ),
     Mutation("jax_pallas/token_hook.py", "jnp.nan, -weighted(d_log_prob)", "jnp.nan, weighted(d_log_prob)", JAX_TOKENS),
     Mutation(
         "jax_pallas/token_hook.py",
