@@ -192,8 +192,7 @@ def prepare(
 def check_per_token(
     token_loss: TokenLoss, per_token: tuple[Tensor, ...], like: Tensor, name_of_like: str = "target"
 ) -> list[Tensor]:
-    """Checks the arguments of a token loss, which must have the shape and the device of `like`, and flattens their
-    axes."""
+    """Checks the arguments of a token loss, which must have shape and device of `like`, and flattens their axes."""
     if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
         names = ", ".join(token_loss.per_token)
         raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} tensors")
@@ -231,8 +230,7 @@ def _scalar(normalizer: Any, device: torch.device) -> Tensor:
 
 
 def _flat(tensor: Tensor, axes: int) -> Tensor:
-    """Returns a tensor with its leading axes made one. `reshape` would make a view, and a node for autograd, of a
-    tensor that has the shape."""
+    """Returns a tensor with its leading axes made one, without `reshape`, a node for autograd, if it has the shape."""
     return tensor if tensor.ndim == axes else tensor.reshape(-1, *tensor.shape[tensor.ndim + 1 - axes :])
 
 

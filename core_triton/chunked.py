@@ -372,7 +372,7 @@ def save_rows(
         e = problem.input.new_empty((problem.input.shape[0], classes))
     sums = _sums(problem, NeedsGrad(needs_grad.d_input, False, False), config)
     saved = NOTHING_SAVED._replace(e=e, unit_d_input=sums.d_input, rho=torch.ones_like(problem.row_weight))
-    losses, parts = [], []
+    losses, parts, seen = [], [], replace(problem, row_weight=problem.row_weight.clone())
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
@@ -388,7 +388,6 @@ def save_rows(
         lost = (row_weight != 0) & ~row_math.finite(part.lse, coefficients)
         assert saved.rho is not None
         saved.rho[chunk] = torch.where(lost, torch.nan, 1.0)
-        seen = replace(problem, row_weight=problem.row_weight.clone())
         seen.row_weight[chunk] = torch.where(lost, 0.0, row_weight)
         chunk_gradients(
             seen, chunk, config.vocab_chunk, part.lse, coefficients, sums, kept=kept, saved=saved, tiles=tiles
@@ -417,7 +416,7 @@ def saved_gradients(
         first, of_rows = chunk.start == 0 and not started, factor[chunk]
         x = None
         if sums.d_weight is not None:
-            x = operand((problem.rows(chunk) * of_x[chunk, None]).to(dtype), dtype)
+            x = operand(problem.rows(chunk).mul_(of_x[chunk, None]), dtype)  # in place: a product would be float32
         for vocab_chunk in problem.vocab_chunks(config.vocab_chunk):
             e = operand(saved.e[chunk, vocab_chunk], dtype)
             if sums.d_weight is not None and x is not None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from core_triton import ops
+from core_triton import device as devices
 
 
 @torch.compiler.assume_constant_result
 def triton_obstacle(device: torch.device) -> str | None:
-    """Returns `ops.triton_obstacle(device)`, which looks at packages and devices: torch.compile cannot trace that."""
-    return ops.triton_obstacle(device)
+    """Returns what `device.py`'s function returns, which looks at packages and devices: a trace cannot."""
+    return devices.triton_obstacle(device)
 
 
 @torch.compiler.disable(

@@ -1,10 +1,9 @@
 """What depends on the device of a call: whether the kernels run there, and the settings of the library's matmuls."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ def triton_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def library_settings(plan: ExecutionPlan, input: Tensor) -> Any:
+def library_settings(plan: ExecutionPlan, input: Tensor) -> AbstractContextManager[None]:
     """Returns a context in which PyTorch's matmuls use the dtypes of their operands and accumulate in float32.
 
     It disables autocast. It also disables reduced-precision reductions: by default PyTorch lets cuBLAS add the parts of
@@ -41,13 +40,13 @@ def library_settings(plan: ExecutionPlan, input: Tensor) -> Any:
 
 
 @contextmanager
-def _exact_matmuls(input: Tensor, device: Any) -> Iterator[None]:
+def _exact_matmuls(input: Tensor, current_device: AbstractContextManager[None]) -> Iterator[None]:
     switches = torch.backends.cuda.matmul
     before = switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction
     kind = "cpu" if input.device.type == "meta" else input.device.type  # autocast does not support the meta device
     try:
         switches.allow_bf16_reduced_precision_reduction = switches.allow_fp16_reduced_precision_reduction = False
-        with torch.autocast(kind, enabled=False), device:
+        with torch.autocast(kind, enabled=False), current_device:
             yield
     finally:
         switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before

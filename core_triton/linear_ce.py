@@ -11,8 +11,7 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
-With a `saved_budget`, losses of rows and log-probabilities run a function of `saved_ops.py`: 3 matmuls for the rows
-that it holds.
+With a `saved_budget`, `saved_ops.py` runs losses of rows and log-probabilities: 3 matmuls for the rows that it holds.
 
 The files of a call, in order: this one, `arguments.py`, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then
 `scaled_exp.py` (or `chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from core_triton import ops, saved_ops, token_hook, token_ops
 from core_triton.arguments import Call, Implementation, check_per_token, choose, decide, prepare, spec_of
+from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from core_triton.row_math import TokenStats, is_top1
@@ -127,7 +127,8 @@ def linear_cross_entropy(
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
         saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
             results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
-            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four.
+            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
+            with grad_into and with head_precision "float32".
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
@@ -143,13 +144,14 @@ def linear_cross_entropy(
             number of accumulation steps, but pass the number of tokens of all steps as normalizer, or use token_weight.
             Every forward pass with gradients enabled must be followed by one backward pass.
 
-            With reduction "none" the backward pass adds the gradient, for any upstream gradient. Use it, and sum, if
-            the upstream gradient is not 1 (`torch.amp.GradScaler`), or within activation checkpointing, which would run
-            the forward pass twice.
+            With reduction "none" each backward pass adds the gradient, for any upstream gradient, and for whichever
+            inputs it is asked. Use it, and sum, if the upstream gradient is not 1 (`torch.amp.GradScaler`), or within
+            activation checkpointing, which would run the forward pass twice.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
-            and two for d_input, so five instead of three. A weight is off by at most 2**-17 of its value, in place
-            of 2**-9. d_weight is float32 in both cases.
+            and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
+            "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
+            float32 in both cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -270,11 +272,10 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
-        grad_into: (V, D) float32 buffer, contiguous. The backward pass adds the gradient of linear_weight to it.
-        input: as all other arguments, see `linear_cross_entropy`.
-
+        grad_into: (V, D) float32 buffer, contiguous. Each backward pass adds the gradient of linear_weight to it.
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
-            gradient of entropy and lse is needed; otherwise what was kept is not used.
+            gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+        input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -571,8 +572,9 @@ def explain(
         return choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
     spec = spec_of(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
-    named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
-    infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
+    check_grad_into(grad_into, input, linear_weight, explains=True)
+    named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
+    infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
     classes, budget, name = decide(spec, input.device, infos, memory_budget, implementation, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)

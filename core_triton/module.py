@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core_triton.linear_ce import linear_cross_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_memory_budget
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_memory_budget, check_saved_budget
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(LossSpec))
 
@@ -26,7 +26,7 @@ class LinearCrossEntropy(nn.Module):
         bias: whether the head has a bias.
         weight: (V,) class weights, kept as a buffer.
         reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget,
-            implementation, head_precision: as for `linear_cross_entropy`.
+            saved_budget, implementation, head_precision: as for `linear_cross_entropy`.
         device, dtype: of the parameters.
 
     Raises:
@@ -55,6 +55,7 @@ class LinearCrossEntropy(nn.Module):
         logit_scale: float = 1.0,
         vocab_size: int | None = None,
         memory_budget: int | None = None,
+        saved_budget: int = 0,
         implementation: str | None = None,
         head_precision: HeadPrecision | None = None,
         device: torch.device | str | None = None,
@@ -66,6 +67,9 @@ class LinearCrossEntropy(nn.Module):
         self.spec.classes(num_classes)
         check_memory_budget(memory_budget)
         self.memory_budget = memory_budget
+        self.saved_budget = check_saved_budget(
+            saved_budget, reduction, grad_into=False, head_precision=self.spec.head_precision
+        )
         self.implementation = implementation
         self.weight = nn.Parameter(torch.empty(num_classes, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
@@ -100,6 +104,7 @@ class LinearCrossEntropy(nn.Module):
             token_weight=token_weight,
             normalizer=normalizer,
             memory_budget=self.memory_budget,
+            saved_budget=self.saved_budget,
             implementation=self.implementation,
             grad_into=grad_into,
             **options,

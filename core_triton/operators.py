@@ -32,7 +32,7 @@ from core_triton.ops import (
     run_row_gradients,
     scale,
 )
-from core_triton.problem import NOTHING_SAVED, Gradients, NeedsGrad, SavedRows
+from core_triton.problem import NOTHING_COMPUTED, NOTHING_SAVED, Gradients, NeedsGrad, SavedRows
 from core_triton.row_math import Coefficients, RowStatistics
 from core_triton.saved_ops import (
     SavedCall,
@@ -225,7 +225,7 @@ def _loss_and_gradients_autograd(
     if any(arrays.needs_grad()):
         call = arrays, weights, options, statistics, reduce, needs_grad, None
         results: Any = LossAndGradients.apply(call, *arrays.differentiated())
-        return Losses(*results), Gradients(None, None, None), None  # autograd has saved the gradients
+        return Losses(*results), NOTHING_COMPUTED, None  # autograd has saved the gradients
     if is_eager(arrays):  # called by a compiled function: another dispatch would take host time
         return run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
     with torch._C._AutoDispatchBelowAutograd():

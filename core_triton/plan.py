@@ -4,7 +4,7 @@
 plan determines speed and memory. It changes results only by rounding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -111,9 +111,11 @@ class ExecutionPlan:
             that of d_input `DInputTiling.programs`.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
+            rows, the logits of the forward pass, which has a plan of its own, come first.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
+        others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
     """
 
     implementation: str
@@ -135,6 +137,7 @@ class ExecutionPlan:
     matmuls: tuple[str, ...]
     smooths: bool = False
     saved: SavedRowCount | None = None
+    others: "ExecutionPlan | None" = None
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -154,6 +157,7 @@ class ExecutionPlan:
         return self.smooths or not ours
 
     def __str__(self) -> str:
+        others = self.others
         family = "Triton's, for rows of stored logits" if self.path == "stored_logits" else None
         if self.tile is not None:
             triton = "Triton's, for compute capability 8.x" if self.pointers else "Triton's, for any GPU"
@@ -172,10 +176,11 @@ class ExecutionPlan:
             casts_head=self.casts_head,
             matmuls={name: ours[name.split()[0]] for name in self.matmuls},
             library="cuBLAS" if self.path != "chunked" else "PyTorch",
-            workspace=self.chunks.bytes,
+            workspace=max(plan.chunks.bytes for plan in (self, others) if plan is not None),
             budget=self.memory_budget,
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
+            others=None if others is None else (others.path, others.chunks.rows, others.tokens),
         )
 
 
@@ -207,7 +212,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
-        return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+        plan = _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+        first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
+        return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = matmuls_of(key)
     if key.implementation == "chunked":
@@ -265,7 +272,10 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     needs_grad = key.d_input or key.d_weight or key.d_bias
     padded_hidden = tile_config.padded_hidden(width, x.itemsize)
     if pointers and padded_hidden >= tile_config.MAX_STRIDE:
-        raise ValueError(f"input must have fewer than {tile_config.MAX_STRIDE} columns on this GPU, got {hidden}")
+        most, split = tile_config.MAX_STRIDE // (1 + key.splits_head), ""
+        if key.splits_head:
+            split = ' with head_precision "float32"'
+        raise ValueError(f"input must have fewer than {most} columns on this GPU{split}, got {hidden}")
     scaled_exp = (not key.label_smoothing or smoothing_is_linear(key)) and (
         key.stage == "losses"
         or (
@@ -276,10 +286,12 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )
     )
-    if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
+    if key.stage == "saved_rows" and (unsaved := why_unsaved(key.implementation, x.dtype, key.label_smoothing)):
+        raise ValueError(unsaved)
+    if key.stage == "saved_rows" and not scaled_exp:
         raise ValueError(
-            f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and "
-            f"{key.classes} classes, the kernels have no exponentials that an upstream gradient is a factor of"
+            f"saved_budget must be 0 for {key.classes} classes, whose rows are too long for the kernels of this GPU: "
+            "use implementation='chunked'"
         )
     if scaled_exp:
         # Triton's interpreter, which runs the kernels on other devices, cannot run those in Gluon.
@@ -355,6 +367,19 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip
+
+
+def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str | None:
+    """Returns why kernels save no rows of a call with this input's dtype and label smoothing, a sentence, or None."""
+    if implementation == "chunked" or dtype == "float32":
+        return None
+    if dtype != "bfloat16":
+        kind = f"with a {dtype} input, of which the kernels save nothing"
+    elif label_smoothing:
+        kind = f"with label_smoothing {label_smoothing} and a bfloat16 input, of which the kernels save nothing"
+    else:
+        return None
+    return f"saved_budget must be 0 {kind}: use implementation='chunked'"
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:

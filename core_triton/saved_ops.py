@@ -22,8 +22,8 @@ from torch import Tensor
 from core_triton import chunked, ops
 from core_triton.device import library_settings
 from core_triton.ops import Arrays, Factors, LogProbs, Losses, Options, TokenWeights
-from core_triton.plan import DeviceInfo, ExecutionPlan
-from core_triton.problem import Gradients, NeedsGrad, Problem, SavedRows, plan_of
+from core_triton.plan import DeviceInfo, ExecutionPlan, why_unsaved
+from core_triton.problem import DTYPE_NAMES, NOTHING_COMPUTED, Gradients, NeedsGrad, Problem, SavedRows, plan_of
 from core_triton.row_math import RowStatistics
 from linear_ce.chunking import SavedRowCount, choose_saved_rows
 from linear_ce.statistics import ENTROPY
@@ -49,6 +49,8 @@ class SavedLosses(NamedTuple):
 def losses(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: int) -> Losses:
     """Returns the weighted loss of each row (N,), as `ops.loss` does."""
     needs_grad = arrays.needs_grad()
+    if any(needs_grad):
+        check_saves(options.implementation, arrays.input.dtype, options.label_smoothing)
     d_head = needs_grad.d_weight or needs_grad.d_bias
     if not (d_head and saved_rows(arrays, options, needs_grad).rows):
         return ops.loss(arrays, weights, options, statistics=statistics, reduce=False)
@@ -58,6 +60,8 @@ def losses(arrays: Arrays, weights: TokenWeights, options: Options, *, statistic
 def log_probs(arrays: Arrays, options: Options) -> LogProbs:
     """Returns what `ops.log_probs` returns."""
     needs_grad = arrays.needs_grad()
+    if any(needs_grad):
+        check_saves(options.implementation, arrays.input.dtype, options.label_smoothing)
     if not saved_rows(arrays, options, needs_grad).rows:
         return ops.log_probs(arrays, options)
     found = _apply(SavedCall(arrays, TokenWeights(None, None), options, ops.OF_LOG_PROBS, needs_grad))
@@ -92,14 +96,25 @@ def explained_plan(
     needs_grad: NeedsGrad,
     device: DeviceInfo | None,
 ) -> ExecutionPlan:
-    """Returns the plan of the rows that are saved, or that of the backward pass if no row is saved."""
-    x = problem.input
-    saved = _count(x, problem.classes, needs_grad, saved_budget)
+    """Returns the plan of the rows that are saved, with that of the other rows, or that of the backward pass if no row
+    is saved."""
+    x, options = problem.input, (memory_budget, implementation, needs_grad)
+    check_saves(implementation, x.dtype, problem.spec.label_smoothing)
+    saved, others = _count(x, problem.classes, needs_grad, saved_budget), None
+    if 0 < saved.rows < saved.tokens:
+        others = ops.plan_for(replace(problem, input=x[saved.rows :]), "row_gradients", *options, device=device)
     if saved.rows:
         problem = replace(problem, input=x[: saved.rows])
     stage = "saved_rows" if saved.rows else "row_gradients"
-    plan = ops.plan_for(problem, stage, memory_budget, implementation, needs_grad, device=device)
-    return replace(plan, saved=saved)
+    plan = ops.plan_for(problem, stage, *options, device=device)
+    return replace(plan, saved=saved, others=others)
+
+
+def check_saves(implementation: str, dtype: torch.dtype, label_smoothing: float) -> None:
+    """Raises ValueError for options with which kernels save no rows, however many rows there are."""
+    why = why_unsaved(implementation, DTYPE_NAMES[dtype], label_smoothing)
+    if why is not None:
+        raise ValueError(why)
 
 
 class SavedRowLosses(torch.autograd.Function):
@@ -239,7 +254,7 @@ def run_saved_gradients(
     """
     rows, tokens = next(len(one) for one in (saved.unit_d_input, saved.rho) if one is not None), len(factor)
     first, others = slice(0, rows), slice(rows, tokens)
-    d_input, d_head = saved.unit_d_input if needs_grad.d_input else None, Gradients(None, None, None)
+    d_input, d_head = saved.unit_d_input if needs_grad.d_input else None, NOTHING_COMPUTED
     if needs_grad.d_input and not (in_place and rows == tokens):
         d_input = torch.empty_like(arrays.input, memory_format=torch.contiguous_format)
     if rows < tokens:

@@ -4,7 +4,7 @@ A token loss f maps the log-probability of each target to a loss. Between the ma
 gradients, the statistics of a chunk's rows are complete, so its log-probabilities are known. `TokenHook.process` calls
 f on these n numbers and differentiates it. The gradients are then those of a negative log-likelihood whose row weights
 are -row_weight * f'(log_prob): MATH.md (35), (36). So the kernels of the gradients are those of the cross-entropy.
-Beside kernels, a named loss is one kernel too (`token_kernels.py`).
+Where kernels can run, a named loss is one kernel (`token_kernels.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -16,7 +16,7 @@ from torch import Tensor
 from core_triton import ops, row_math, token_hook
 from core_triton.grad_into import AddsOnce
 from core_triton.ops import Arrays, Factors, Losses, Options, TokenWeights
-from core_triton.problem import Gradients, NeedsGrad
+from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics, TokenStats
 from core_triton.token_hook import TokenHook, TokenLoss
 from core_triton.token_losses import Named
@@ -158,7 +158,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
         log_prob=stats[0],
         kernels=options.implementation != "chunked",
     )
-    gradients, scales = Gradients(None, None, None), None
+    gradients, scales = NOTHING_COMPUTED, None
     if any(needs_grad):
         loss, found, gradients, scales = ops.plan_a(
             arrays, options, row_weight, needs_grad, statistics=statistics, reduce=True, hook=hook, grad_into=grad_into

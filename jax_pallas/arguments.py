@@ -106,8 +106,7 @@ def prepare(
     number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
-    if named["grad_into"] is not None and spec.reduction == "none":
-        raise ValueError('grad_into needs reduction "mean" or "sum", got reduction \'none\'')
+    check_sum(named["grad_into"], spec)
     named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
@@ -154,6 +153,12 @@ def prepare(
         grad_into=named["grad_into"],
     )
     return Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape), named["grad_into"])
+
+
+def check_sum(grad_into: Array | None, spec: LossSpec) -> None:
+    """Raises ValueError for a grad_into with reduction "none", which has no sum."""
+    if grad_into is not None and spec.reduction == "none":
+        raise ValueError('grad_into needs reduction "mean" or "sum", got reduction \'none\'')
 
 
 def _check_unsharded(name: str, array: Array | None) -> None:

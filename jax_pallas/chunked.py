@@ -421,8 +421,8 @@ def save_rows(
             d_logits = jnp.where(vocab_chunk.fresh, d_logits, vocab_chunk.of(e, axis=1))
         return vocab_chunk.put(e, d_logits, axis=1)
 
-    def body(carry: tuple[Array | None, Array | None], chunk: Slice) -> tuple[Any, Any]:
-        e, d_input = carry
+    def body(carry: tuple[Array | None, Array | None, Array], chunk: Slice) -> tuple[Any, Any]:
+        e, d_input, seen_weight = carry
         target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
         partial, kept = chunk_statistics(
             problem, chunk, config.first_vocab_chunk, statistics=statistics, keep=config.keeps_logits, tiles=tiles
@@ -438,7 +438,8 @@ def save_rows(
         if dtype == jnp.float16:
             scaled = coefficients.map(lambda c: c * spec.logit_scale)
             rho = rho * row_math.power_of_two(row_math.split_exponents(scaled, problem.class_weight)[1])
-        seen = replace(problem, row_weight=chunk.put(problem.row_weight, jnp.where(lost, 0.0, row_weight)))
+        seen_weight = chunk.put(seen_weight, jnp.where(lost, 0.0, row_weight))
+        seen = replace(problem, row_weight=seen_weight)
         d_rows, (of_chunk, _) = chunk_gradients(
             seen,
             chunk,
@@ -451,11 +452,12 @@ def save_rows(
             saves=True,
             tiles=tiles._replace(add_d_weight=stored),
         )
-        return (chunk.put_fresh(e, of_chunk), chunk.put_fresh(d_input, d_rows)), (loss, part, rho)
+        return (chunk.put_fresh(e, of_chunk), chunk.put_fresh(d_input, d_rows), seen_weight), (loss, part, rho)
 
     e = jnp.zeros((problem.tokens, classes), dtype) if head else None
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
-    (e, d_input), (loss, parts, rho) = over_slices(body, (e, d_input), problem.tokens, config.rows)
+    start = e, d_input, problem.row_weight
+    (e, d_input, _), (loss, parts, rho) = over_slices(body, start, problem.tokens, config.rows)
     return loss, parts, SavedRows(e, d_input, rho, None)
 
 

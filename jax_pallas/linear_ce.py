@@ -26,7 +26,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_pallas import elementwise, launch, ops, row_math, saved_ops
-from jax_pallas.arguments import Call, Implementation, check_per_token, choose, prepare
+from jax_pallas.arguments import Call, Implementation, check_per_token, check_sum, choose, prepare
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
@@ -171,8 +171,8 @@ def linear_cross_entropy(
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
             and two for d_input, so five instead of three. The kernels compute the logits of a float32 head twice,
-            so here they take seven. A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
-            float32 in both cases.
+            so here they take seven. So do reduction "none" and log-probabilities. A weight is off by at most 2**-17 of
+            its value, in place of 2**-9. d_weight is float32 in both cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
@@ -296,10 +296,9 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
-        input: as all other arguments, see `linear_cross_entropy`.
-
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
-            gradient of entropy and lse is needed; otherwise what was kept is not used.
+            gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+        input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -597,8 +596,11 @@ def explain(
     """
     spec = LossSpec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
-    named = {"input": input, "linear_weight": linear_weight, "target": rows}
-    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items()}
+    if grad_into is not None and not hasattr(grad_into, "dtype"):
+        raise TypeError(f"grad_into must be an array or None, got {type(grad_into).__name__}")
+    check_sum(grad_into, spec)
+    named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
+    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
     launch.check_sizes(input.shape, linear_weight.shape)
     gpu = None

@@ -32,7 +32,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_pallas import chunked, launch, row_math
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
-from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
+from jax_pallas.problem import NO_GRADIENTS, NOTHING_COMPUTED, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from jax_pallas.row_math import Coefficients
 from jax_pallas.token_hook import (
     TokenFunction,
@@ -312,7 +312,7 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         static = (token.function, token_needs_grad)
         rows = _token_derivatives(static, 0.0 - nll, row_weight, per_token, closure)
         stats = _stats(token, 0.0 - nll, row_weight, found)
-        gradients, scales = Gradients(None, None, None), None
+        gradients, scales = NOTHING_COMPUTED, None
     of_tokens = (*rows.d_per_token, *rows.d_closure)
     # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
     like = zip(of_tokens, arrays[len(of_call) :], strict=True)

@@ -4,7 +4,7 @@
 determines speed and memory. It changes results only by rounding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -65,7 +65,8 @@ class ExecutionPlan:
         chunks: the rows of a chunk, and what depends on them.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
+            rows, the logits of the forward pass, which has a plan of its own, come first.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
@@ -74,6 +75,7 @@ class ExecutionPlan:
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
+        others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
     """
 
     implementation: str
@@ -91,6 +93,7 @@ class ExecutionPlan:
     gpu: str
     d_weight_starts: bool = False
     saved: SavedRowCount | None = None
+    others: "ExecutionPlan | None" = None
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -104,6 +107,7 @@ class ExecutionPlan:
         return self.chunks
 
     def __str__(self) -> str:
+        others = self.others
         family = None
         if self.path != "chunked":
             family = "Hopper's, in Mosaic" if self.hopper else "Pallas' Triton backend's"
@@ -117,10 +121,11 @@ class ExecutionPlan:
             casts_head=self.casts_head,
             matmuls={name: ours[name.split()[0]] for name in self.matmuls},
             library="XLA",
-            workspace=self.chunks.bytes,
+            workspace=max(plan.chunks.bytes for plan in (self, others) if plan is not None),
             budget=self.memory_budget,
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
+            others=None if others is None else (others.path, others.chunks.rows, others.tokens),
         )
 
 
@@ -149,7 +154,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
-        return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+        plan = _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+        first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
+        return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = matmuls_of(key)
     vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
@@ -191,12 +198,11 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "saved_rows", "statistics") and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16")
     )
-    if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
-        raise ValueError(
-            f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and a {w.dtype} "
-            f"head of {key.classes} classes in {vocab} rows of {hidden}, the kernels of {key.implementation!r} have no "
-            "exponentials that an upstream gradient is a factor of"
-        )
+    if key.stage == "saved_rows":
+        unsaved = why_unsaved(key.implementation, x, w, key.vocab_axis, key.classes, key.label_smoothing)
+        if unsaved is not None:
+            raise ValueError(unsaved)
+        assert scaled_exp
     # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
@@ -279,6 +285,31 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
         gpu=key.device.gpu,
     )  # fmt: skip
+
+
+def why_unsaved(
+    implementation: str, x: MatrixLayout, w: MatrixLayout, vocab_axis: int, classes: int, label_smoothing: float
+) -> str | None:
+    """Returns why kernels save no rows of a call, a sentence, or None. x is the input and w the head."""
+    vocab, hidden = w.shape[vocab_axis], x.shape[1]
+    limits = None
+    if implementation == "mosaic":
+        limits = launch.hopper_gradient_limits(x.dtype, hidden, vocab)
+    if implementation == "chunked":
+        return None
+    if x.dtype != "bfloat16":
+        kind = f"with a {x.dtype} input, of which the kernels save nothing"
+    elif w.dtype != x.dtype:
+        kind = f"with a {w.dtype} linear_weight, under which the kernels save nothing"
+    elif label_smoothing:
+        kind = f"with label_smoothing {label_smoothing}, of which the kernels save nothing"
+    elif limits is not None:
+        kind = f"here, because {limits}"
+    elif implementation != "mosaic" and not vocab == classes == tile_config.padded(vocab):
+        kind = f"with {classes} classes in {vocab} rows, because these kernels save rows of a multiple of 64 classes"
+    else:
+        return None
+    return f"saved_budget must be 0 {kind}: use implementation='chunked'"
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:

@@ -112,6 +112,9 @@ class Gradients(NamedTuple):
     d_bias: Array | None  # (V,), linear_bias's dtype
 
 
+NOTHING_COMPUTED = Gradients(None, None, None)
+
+
 class NeedsGrad(NamedTuple):
     """Which gradients a call computes. The others take no time and no memory."""
 

@@ -24,9 +24,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax_pallas import chunked, ops
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.ops import Arrays, Options
-from jax_pallas.plan import ExecutionPlan
+from jax_pallas.plan import ExecutionPlan, why_unsaved
 from jax_pallas.primitives import differentiable, opaque
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, plan_of
+from jax_pallas.problem import NOTHING_COMPUTED, Gradients, NeedsGrad, Problem, SavedRows, layout_of, plan_of
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import is_symbolic
 from linear_ce.chunking import SavedRowCount, choose_saved_rows
@@ -60,14 +60,33 @@ def explained_plan(
     needs_grad: NeedsGrad,
     device: DeviceInfo,
 ) -> ExecutionPlan:
-    """Returns the plan of the rows that are saved, or that of the backward pass if no row is saved."""
-    x = problem.input
-    saved = _count(x, problem.classes, needs_grad, saved_budget)
-    if saved.rows:
-        problem = replace(problem, input=jax.ShapeDtypeStruct((saved.rows, x.shape[1]), x.dtype))  # pyright: ignore[reportArgumentType]
+    """Returns the plan of the rows that are saved, with that of the other rows, or that of the backward pass if no row
+    is saved."""
+    x, options = problem.input, (memory_budget, implementation, needs_grad, device)
+    check_saves(problem, implementation)
+
+    def of_rows(count: int) -> Problem:
+        return replace(problem, input=jax.ShapeDtypeStruct((count, x.shape[1]), x.dtype))  # pyright: ignore[reportArgumentType]
+
+    saved, others = _count(x, problem.classes, needs_grad, saved_budget), None
+    if 0 < saved.rows < saved.tokens:
+        others = ops.plan_for(of_rows(saved.tokens - saved.rows), "row_gradients", *options)
     stage = "saved_rows" if saved.rows else "row_gradients"
-    plan = ops.plan_for(problem, stage, memory_budget, implementation, needs_grad, device)
-    return replace(plan, saved=saved)
+    plan = ops.plan_for(of_rows(saved.rows or saved.tokens), stage, *options)
+    return replace(plan, saved=saved, others=others)
+
+
+def check_saves(problem: Problem, implementation: str) -> None:
+    """Raises ValueError for a call with which kernels save no rows, however many rows there are."""
+    x, w, smoothing = layout_of(problem.input), layout_of(problem.linear_weight), problem.spec.label_smoothing
+    why = why_unsaved(implementation, x, w, problem.vocab_axis, problem.classes, smoothing)
+    if why is not None:
+        raise ValueError(why)
+
+
+def _check_saves(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> None:
+    problem = ops._problem("row_gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
+    check_saves(problem, plan_of(problem).implementation)
 
 
 @ops._rule
@@ -77,11 +96,11 @@ def _row_losses(options: Options, *arrays: Array) -> Arrays:
 
 def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
+    _check_saves(options, arrays, needs_grad)
     d_head = needs_grad.d_weight or needs_grad.d_bias
     if not (d_head and saved_rows(options, arrays, needs_grad).rows):
         results, residuals = ops._row_losses_fwd(options, *primals)
         return results, (residuals, None)
-    ops._problem("row_gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
     loss, found, saved = _saved_losses((options, needs_grad), *arrays)
     return (loss, *ops._present(found, options.statistics)), (None, _residuals(arrays, found, saved, needs_grad))
 
@@ -103,11 +122,11 @@ def _log_probs(options: Options, *arrays: Array) -> Arrays:
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
+    _check_saves(options, arrays, needs_grad)
     if not saved_rows(options, arrays, needs_grad).rows:
         results, residuals = ops._log_probs_fwd(options, *primals)
         return results, (residuals, None)
-    for stage in ("gradients", "row_gradients"):  # refuses what the backward pass could not do
-        ops._problem(stage, options, arrays, needs_grad, entropy=stage == "gradients")
+    ops._problem("gradients", options, arrays, needs_grad, entropy=True)  # as `_check_saves` does
     loss, found, saved = _saved_losses((options, needs_grad), *arrays)
     assert found.entropy is not None
     return (0.0 - loss, found.entropy, found.lse), (None, _residuals(arrays, found, saved, needs_grad))
@@ -196,7 +215,7 @@ def _saved_gradients(
     """
     options, needs_grad = static
     rows, tokens = saved_rows(options, arrays, needs_grad).rows, len(factor)
-    d_head, d_others = Gradients(None, None, None), None
+    d_head, d_others = NOTHING_COMPUTED, None
     if rows < tokens:
         others = _of_rows(options, arrays, slice(rows, None))
         row_weight, of_others = options.named(others)["row_weight"], factor[rows:]

@@ -175,7 +175,7 @@ def choose_saved_rows(
     ones.
 
     A row takes one number for each class, in the input's dtype, if a gradient of the head is needed, and its row of
-    d_input.
+    d_input. The budget does not count what autograd keeps of every row: its lse and its weight, 8 bytes.
 
     Args:
         tokens: N.
@@ -220,6 +220,7 @@ def describe_plan(
     budget: int,
     saved: SavedRowCount | None,
     saves_logits: bool,
+    others: tuple[str, int, int] | None = None,
 ) -> str:
     """Returns the description of a plan, a few lines in the same words for both frameworks.
 
@@ -236,6 +237,7 @@ def describe_plan(
         budget: bytes of the memory budget.
         saved: which rows are saved for the backward pass; None if no row. `tokens` is their number then.
         saves_logits: whether that saves a matmul of the saved rows.
+        others: the path of the rows that are not saved, rows of a chunk and their number; None if all rows have a plan.
     """
     family, why = "none", f": {PATHS[path]}"
     if kernels is not None:
@@ -255,9 +257,17 @@ def describe_plan(
         "workspace": f"{workspace / 2**20:.1f} MiB of a budget of {budget / 2**20:.1f} MiB",
     }
     if saved is not None:
-        matmuls_of_call = 4 - saves_logits * saved.rows / max(saved.tokens, 1)
+        share = saved.rows / max(saved.tokens, 1)
+        unused = 4 + (2 - saves_logits) * share  # of log-probabilities: the backward pass computes all gradients
         lines["saved"] = (
-            f"{saved.rows} of {saved.tokens} rows in {saved.bytes / 2**20:.1f} MiB: {matmuls_of_call:.3g} matmuls, "
-            "4 if a gradient of entropy or lse arrives"
+            f"{saved.rows} of {saved.tokens} rows in {saved.bytes / 2**20:.1f} MiB: {4 - saves_logits * share:.3g} "
+            f"matmuls; log-probabilities take {unused:.3g} if a gradient of entropy or lse arrives"
         )
+        if saved.tokens and not saved.rows:
+            lines["saved"] = (
+                f"none of {saved.tokens} rows, because the budget holds fewer than {LEAST_SAVED_ROWS}: 4 matmuls"
+            )
+    if others is not None:
+        other_path, size, count = others
+        lines["other rows"] = f"{other_path}: {PATHS[other_path]}, {-(-count // size)} chunks of up to {size} rows"
     return "\n".join(f"{name}: {value}" for name, value in lines.items())

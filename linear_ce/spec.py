@@ -94,7 +94,8 @@ class LossSpec:
         vocab_size = None if self.vocab_size is None else _integer("vocab_size", self.vocab_size)
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
-        head_precision = check_choice("head_precision", self.head_precision or "input", HEAD_PRECISIONS)
+        head_precision = "input" if self.head_precision is None else self.head_precision
+        head_precision = check_choice("head_precision", head_precision, HEAD_PRECISIONS)
         # Plain Python values, so that equal calls hash and compare equal for all number types.
         object.__setattr__(self, "ignore_index", _integer("ignore_index", self.ignore_index))
         object.__setattr__(self, "label_smoothing", smoothing)
@@ -228,7 +229,7 @@ def check_saved_budget(
     saved_budget: int, reduction: Reduction, *, grad_into: bool, head_precision: HeadPrecision | None
 ) -> int:
     """Returns the bytes that may be kept for the backward pass; raises TypeError or ValueError if it is not an int of 0
-    or more, or not 0 where the reduction or another option admits no saved rows. `grad_into` is whether it is given."""
+    or more, or not 0 where the reduction or another option allows no saved rows. `grad_into` is whether it is given."""
     budget = _integer("saved_budget", saved_budget)
     if budget < 0:
         raise ValueError(f"saved_budget must not be negative (bytes), got {budget}")

@@ -35,7 +35,17 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import chunked, operators, ops, row_kernels, row_math, scaled_exp, target_grad, token_losses
+from core_triton import (
+    chunked,
+    operators,
+    ops,
+    recompute,
+    row_kernels,
+    row_math,
+    scaled_exp,
+    target_grad,
+    token_losses,
+)
 from core_triton.problem import NeedsGrad, Problem, plan_of
 from core_triton.stored_logits import STORED_TILES
 from core_triton.token_hook import TokenHook
@@ -739,6 +749,30 @@ def run_views(dtype: str) -> None:
         say(name=f"strides {w.stride()}, smoothing {smoothing}", used={"difference": 100 * max(differences) / 1e-6})
 
 
+def run_weighted_views(dtype: str) -> None:
+    """The weighted sums of logits do not contain what is beside a (D, V) head. Calls in the interpreter copy 16-bit
+    operands, so this runs the kernel itself."""
+    generator = torch.Generator().manual_seed(0)
+    n, d, v = 40, 24, 301
+    stored = [torch.full(sizes, float("nan")).to(getattr(torch, dtype)) for sizes in ((n, 32), (d, 304))]
+    x, w = stored[0][:, :d], stored[1][:, :v].t()
+    for matrix in (x, w):
+        matrix.copy_(torch.randn(matrix.shape, generator=generator))
+    target, ones = torch.randint(0, v, (n,), generator=generator), torch.ones(n)
+    spec = LossSpec("sum", label_smoothing=0.1, softcap=20.0)
+    problem = Problem(x, w, None, target, ones, torch.linspace(0.5, 1.5, v), spec, v)
+    needs_grad = NeedsGrad(True, True, False)
+    plan = ops.plan_for(problem, "loss_and_gradients", 2**29, Running.implementation, needs_grad)
+    problem = replace(problem, plan=plan)
+    found, want = (
+        recompute.KERNEL_TILES.partial(problem, a, b, target, slice(0, v), None, 0)
+        for a, b in ((x, w), (x.contiguous(), w.contiguous()))
+    )
+    for name, one, other in zip(found._fields, found, want, strict=True):
+        if one is not None and other is not None:
+            say(name=f"{plan.path}, {name}", used={"difference": 100 * error(one.numpy(), other.numpy()) / 1e-6})
+
+
 # Rows that are saved for the backward pass.
 
 
@@ -801,6 +835,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "scale": run_scale,
     "saved": run_saved,
     "views": run_views,
+    "weighted_views": run_weighted_views,
     "sm80": run_sm80,
 }
 

@@ -129,7 +129,7 @@ TRITON_KERNELS = (
         "core_triton/kernels.py",
         "logits = tl.where((columns < classes)[None, :], logits, 0.0)",
         "logits = tl.where((columns <= classes)[None, :], logits, 0.0)",
-        tests("core_triton_interpreted", "sm80-views"),
+        tests("core_triton_interpreted", "weighted_views"),
     ),
     Mutation("core_triton/kernels.py", "stride // UNIT * UNIT", "stride", COMPILED_SM80),
     Mutation(
@@ -227,6 +227,12 @@ CONTRACT = (
         "linear_ce/chunking.py",
         "if whole.rows >= tokens or",
         "if whole.rows > tokens or",
+        tests("chunking", "problem_that_fits"),
+    ),
+    Mutation(
+        "linear_ce/chunking.py",
+        "if kept.rows >= min(tokens, LEAST_FLOAT32_ROWS",
+        "if kept.rows > min(tokens, LEAST_FLOAT32_ROWS",
         tests("chunking", "problem_that_fits"),
     ),
     Mutation(
@@ -387,6 +393,9 @@ TOKEN_LOSSES = (
         "    assert weight is not None",
         "    weight = hook.gradient_weight[chunk] if hook.gradient_weight is not None else weight",
         KERNEL_TOKENS,
+    ),
+    Mutation(
+        "core_triton/token_kernels.py", "store_rows(found_ptr, index,", "store_rows(found_ptr, row,", KERNEL_TOKENS
     ),
     Mutation("jax_pallas/token_hook.py", "jnp.nan, -weighted(d_log_prob)", "jnp.nan, weighted(d_log_prob)", JAX_TOKENS),
     Mutation(
@@ -563,10 +572,14 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/problem.py", "if self.adds or not first:", "if not first:", INTO),
     Mutation("core_triton/problem.py", "first=first and not self.adds)", "first=first)", INTO),
     Mutation("core_triton/grad_into.py", "        self.done = True\n", "        self.done = False\n", INTO),
-    Mutation("core_triton/grad_into.py", "                one == 1,\n", "                one == one,\n", INTO),
+    Mutation("core_triton/grad_into.py", "            one == 1,\n", "            one == one,\n", INTO),
     Mutation("core_triton/grad_into.py", "grad_into is not None and hooks(True)", "False", INTO),
     Mutation("core_triton/ops.py", "torch.float16 and grad_into is None:", "torch.float16:", INTO),
-    Mutation("core_triton/grad_into.py", "    if not torch.is_grad_enabled():\n        return None", "", INTO),
+    Mutation(
+        "core_triton/grad_into.py", "    if explains or not torch.is_grad_enabled():\n        return None", "", INTO
+    ),
+    Mutation("core_triton/grad_into.py", "is None or not self.assumes_one:", "is None:", INTO),
+    Mutation("core_triton/grad_into.py", "not torch.compiler.is_compiling() and _overlap", "False and _overlap", INTO),
     Mutation("core_triton/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", INTO),
     Mutation("jax_pallas/problem.py", "return HeadSums(problem.grad_into, d_bias)", "pass", JAX_INTO),
     Mutation("jax_pallas/chunked.py", "head_scale if problem.grad_into is not None else ", "", JAX_INTO),

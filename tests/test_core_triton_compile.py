@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
-from core_triton import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -190,7 +189,7 @@ def test_a_compiled_function_chooses_like_an_eager_one(obstacle: str | None, nam
     def chosen(x: Tensor, w: Tensor) -> Tensor:
         return x.new_ones(()) * (core_triton.explain(x, w).name == name)
 
-    with mock.patch.object(ops, "triton_obstacle", return_value=obstacle):
+    with mock.patch("core_triton.device.triton_obstacle", return_value=obstacle):
         assert torch.compile(chosen, fullgraph=True, backend="aot_eager")(x, w) == 1
 
 

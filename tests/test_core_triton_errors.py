@@ -211,7 +211,7 @@ def test_explain_prints_the_plan() -> None:
     assert lines["implementation"] == "chunked, no kernel for cpu devices"
     assert lines["chunks"] == f"1 of up to {len(x)} rows"
     assert lines["weight"] == "copied one vocabulary chunk at a time"
-    assert lines["matmuls"] == "logits, d_input, d_weight by PyTorch"
+    assert lines["matmuls"] == "logits of the losses, logits, d_input, d_weight by PyTorch"
     assert lines["workspace"].endswith("of a budget of 1.0 MiB")
     assert "d_input" not in str(core_triton.explain(x, w, gradients=False))
     with pytest.raises(ValueError, match="memory_budget must be at least"):

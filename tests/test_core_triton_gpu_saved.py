@@ -123,5 +123,5 @@ def test_a_compiled_function() -> None:
 
 def test_float16_is_refused() -> None:
     arrays = gpu_problem(dtype=torch.float16)
-    with pytest.raises(ValueError, match="saved_budget must be 0 here: with float16 input"):
+    with pytest.raises(ValueError, match="saved_budget must be 0 with a float16 input"):
         results("none", arrays, saved_budget=ALL)

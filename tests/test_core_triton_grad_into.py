@@ -187,11 +187,47 @@ def test_nothing_is_added_without_gradients(function: str) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_second_backward_pass_is_refused(function: str) -> None:
-    value = total(function, problem(), grad_into=torch.zeros(50, 8))
+def test_a_second_backward_pass_is_refused_or_adds_again(function: str) -> None:
+    arrays, into = problem(), torch.zeros(50, 8)
+    value = total(function, arrays, grad_into=into)
     value.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="grad_into admits one backward pass for each call, got a second one"):
-        value.backward()
+    once = into.clone()
+    if function in ("mean", "sum"):
+        with pytest.raises(RuntimeError, match="grad_into allows one backward pass for each call, got a second one"):
+            value.backward()
+        return
+    value.backward(retain_graph=True)
+    torch.testing.assert_close(into, 2 * once)
+    value.backward(inputs=[arrays["input"]])  # adds, too
+    torch.testing.assert_close(into, 3 * once)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight"])
+def test_memory_of_an_argument_is_refused(name: str) -> None:
+    arrays = problem(50)
+    into = arrays[name].detach()
+    with pytest.raises(ValueError, match=f"grad_into must have memory of its own, and shares it with {name}"):
+        core_triton.linear_cross_entropy(**arrays, grad_into=into)
+    both = torch.randn(2, 50, 8)  # parts of one buffer
+    head = both[0].requires_grad_()
+    core_triton.linear_cross_entropy(arrays["input"], head, arrays["target"], grad_into=both[1].detach())
+    with pytest.raises(ValueError, match="shares it with linear_weight"):
+        core_triton.explain(arrays["input"], head, grad_into=both.view(-1)[8:408].view(50, 8).detach())
+
+
+@pytest.mark.parametrize(
+    ("into", "kind", "message"),
+    [
+        (torch.zeros(50, 8).bfloat16(), TypeError, "grad_into must be float32, got bfloat16"),
+        (torch.zeros(8, 50), ValueError, r"grad_into must have shape \(50, 8\) \(.*\), got \(8, 50\)"),
+        (torch.zeros(8, 50).T, ValueError, r"grad_into must be contiguous, got strides \(1, 50\)"),
+        ([1.0], TypeError, "grad_into needs plain tensors, and grad_into is a list"),
+    ],
+)
+def test_explain_refuses_what_a_call_does(into: Any, kind: type[Exception], message: str) -> None:
+    arrays = problem()
+    with pytest.raises(kind, match=message):
+        core_triton.explain(arrays["input"], arrays["linear_weight"].detach(), grad_into=into)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.0, float("nan")])

@@ -75,6 +75,9 @@ def test_explain_names_five_matmuls() -> None:
     explained = str(core_triton.explain(*arrays, head_precision="float32", device="h200"))
     assert "matmuls: logits high, logits low by our kernels; d_input high, d_input low, d_weight by cuBLAS" in explained
     assert "path: scaled_exp" in explained
+    of_rows = core_triton.explain(*arrays, reduction="none", head_precision="float32", device="h200").plan.matmuls
+    assert len(of_rows) == 7
+    assert of_rows[:2] == ("logits high of the losses", "logits low of the losses")
     plan = core_triton.explain(*arrays, head_precision="float32", device="h200").plan
     assert plan.chunks.bytes <= 2**29
     assert len(core_triton.explain(*arrays, device="h200").plan.matmuls) == 3
@@ -112,3 +115,11 @@ def test_what_it_does_not_serve_is_refused(changes: Arrays, message: str) -> Non
     call: Arrays = float32_head() | {"head_precision": "float32"} | changes
     with pytest.raises(ValueError, match=message):
         core_triton.linear_cross_entropy(**call)
+
+
+def test_the_most_columns_of_a_split_head_are_named() -> None:
+    x, w = torch.empty(8, 2**23, dtype=torch.bfloat16, device="meta"), torch.empty(64, 2**23, device="meta")
+    message = 'input must have fewer than 8388608 columns on this GPU with head_precision "float32", got 8388608'
+    with pytest.raises(ValueError, match=message):
+        core_triton.explain(x, w, head_precision="float32", device="a100", memory_budget=2**40)
+    assert core_triton.explain(x, w, device="a100", memory_budget=2**40).plan.pointers

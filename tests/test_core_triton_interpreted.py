@@ -174,6 +174,7 @@ def test_vocabulary_shards_give_the_whole_loss(results: Results) -> None:
         slow("layouts", "bfloat16"),
         slow("sm80", "layouts", "bfloat16"),
         quick("sm80", "views", "float16"),
+        quick("sm80", "weighted_views", "float16"),
         quick("views", "float32"),
         slow("sm80", "views", "bfloat16"),
     ],

@@ -26,7 +26,7 @@ from benchmarks.shapes import SHAPES, Shape
 from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
 from core_triton import token_losses as named_losses
 from core_triton.plan import MatrixLayout, Stage
-from core_triton.problem import Gradients, NeedsGrad, Problem
+from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad, Problem
 from core_triton.row_math import Coefficients
 from core_triton.scaled_exp import save_rows, saved_gradients, scaled_exp
 from linear_ce.spec import LossSpec
@@ -92,7 +92,7 @@ class Call(NamedTuple):
         problem = replace(problem, plan=plan)
         if stage == "saved_rows":
             saved = save_rows(problem, needs_grad, statistics=statistics)[2]
-            head = saved_gradients(problem, saved, problem.row_weight, needs_grad, Gradients(None, None, None))
+            head = saved_gradients(problem, saved, problem.row_weight, needs_grad, NOTHING_COMPUTED)
             return saved.unit_d_input, *head[1:]
         if plan.path == "scaled_exp":
             return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])

@@ -242,7 +242,7 @@ def test_bad_saved_budgets_are_named() -> None:
         (torch.bfloat16, {}, "3 matmuls"),
         (torch.bfloat16, {"softcap": 30.0}, "3 matmuls"),
         (torch.bfloat16, {"saved_budget": 2**30}, "3.75 matmuls"),
-        (torch.bfloat16, {"saved_budget": 2**26}, "4 matmuls"),
+        (torch.bfloat16, {"saved_budget": 2**26}, "fewer than 512: 4 matmuls"),
         (torch.float32, {"label_smoothing": 0.1}, "3 matmuls"),
     ],
 )
@@ -252,6 +252,12 @@ def test_explain_says_what_is_saved(dtype: torch.dtype, options: dict[str, Any],
     line = dict(line.split(": ", 1) for line in str(explained).splitlines())["saved"]
     assert matmuls in line
     assert "of 16384 rows" in line
+    part = options.get("saved_budget") == 2**30
+    assert ("log-probabilities take 4.25 if" if part else "log-probabilities take 5 if") in line or "none" in line
+    assert ("other rows: scaled_exp: " in str(explained)) == part
+    if explained.plan.others is not None:
+        most = max(explained.plan.chunks.bytes, explained.plan.others.chunks.bytes)
+        assert f"workspace: {most / 2**20:.1f} MiB" in str(explained)
     assert explained.plan.saved is not None
     assert explained.plan.saved.bytes <= options.get("saved_budget", 2**35)
 
@@ -260,12 +266,20 @@ def test_explain_says_what_is_saved(dtype: torch.dtype, options: dict[str, Any],
 def test_kernels_without_such_exponentials_refuse_the_budget(dtype: torch.dtype, smoothing: float) -> None:
     x, w = torch.empty(8, 64, dtype=dtype, device="meta"), torch.empty(1000, 64, dtype=dtype, device="meta")
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing, "device": "h100"}
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(
-        ValueError, match=f"saved_budget must be 0 here: with {name} input, label_smoothing {smoothing}"
-    ):
-        core_triton.explain(x, w, saved_budget=ALL, **options)
+    what = f"label_smoothing {smoothing} and a bfloat16" if smoothing else "a float16"
+    message = f"saved_budget must be 0 with {what} input, of which .*: use implementation='chunked'"
+    for saved_budget in (ALL, 1):  # an error even where no row would be saved
+        with pytest.raises(ValueError, match=message):
+            core_triton.explain(x, w, saved_budget=saved_budget, **options)
+        with pytest.raises(ValueError, match=message):
+            saved_ops.check_saves("triton", dtype, smoothing)
     assert core_triton.explain(x, w, saved_budget=ALL, implementation="chunked", **options).plan.saved
+
+
+def test_kernels_with_pointers_refuse_rows_that_are_too_long() -> None:
+    x, w = (torch.empty(rows, 64, dtype=torch.bfloat16, device="meta") for rows in (8, 2**24))
+    with pytest.raises(ValueError, match="saved_budget must be 0 for 16777216 classes, whose rows are too long"):
+        core_triton.explain(x, w, reduction="none", saved_budget=2**34, device="a100")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -304,3 +318,22 @@ def test_opcheck(statistics: int, needs_grad: tuple[bool, bool, bool]) -> None:
     torch.library.opcheck(
         torch.ops.linear_ce.saved_gradients.default, (*plain, *options, *rows, *found.saved, *needs_grad)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_where_rows_are_longer_than_the_vocabulary(dtype: torch.dtype) -> None:
+    arrays, memory_budget = problem(3000, 512, 50, dtype=dtype), 2**22
+    with Meter() as meter:
+        losses = results("none", arrays, saved_budget=ALL, memory_budget=memory_budget)
+        kept = sum(meter.live.values())
+        found = torch.autograd.grad(losses, leaves(arrays), torch.linspace(-1.0, 2.0, 3000))
+    assert meter.peak - bytes_of(*found) - kept <= memory_budget
+
+
+def test_the_module_saves_rows() -> None:
+    head = core_triton.LinearCrossEntropy(8, 50, reduction="none", saved_budget=ALL)
+    with mock.patch.object(saved_ops, "run_saved_losses", wraps=saved_ops.run_saved_losses) as run:
+        head(torch.randn(12, 8), torch.arange(12)).sum().backward()
+    assert run.called
+    with pytest.raises(ValueError, match='saved_budget needs reduction "none"'):
+        core_triton.LinearCrossEntropy(8, 50, saved_budget=1)

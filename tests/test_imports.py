@@ -139,7 +139,8 @@ KERNELS = (
 
 # Public functions and classes that only one framework needs, with the reason.
 ONE_FRAMEWORK_ONLY = {
-    "arguments.py": {"spec_of", "decide"},  # PyTorch keeps what it checked; a traced call of JAX is checked once
+    # PyTorch keeps what it checked; a traced call of JAX is checked once. PyTorch adds to grad_into for "none" too.
+    "arguments.py": {"spec_of", "decide", "check_sum"},
     "chunk_config.py": {"choose_stored"},  # XLA fuses the passes over stored logits, so JAX needs no kernels for them
     "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {

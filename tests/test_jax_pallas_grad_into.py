@@ -207,3 +207,7 @@ def test_plans() -> None:
 def test_a_bad_array_is_named(options: Arrays, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         linear_cross_entropy(**problem(), **options)
+    arrays = problem()
+    given: Arrays = {"implementation": "chunked", **options}
+    with pytest.raises(kind, match=message):
+        jax_pallas.explain(arrays["input"], arrays["linear_weight"], **given)

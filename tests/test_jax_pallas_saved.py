@@ -296,7 +296,10 @@ def test_explain_says_what_is_saved(options: dict[str, int]) -> None:
     x, w = shapes_of(16384, 2048, 128256, "bfloat16")
     given: dict[str, Any] = {"saved_budget": 2**35, **options}
     explained = jax_pallas.explain(x, w, reduction="none", device="h100", **given)
-    line = dict(line.split(": ", 1) for line in str(explained).splitlines())["saved"]
+    lines = dict(line.split(": ", 1) for line in str(explained).splitlines())
+    line = lines["saved"]
+    assert ("log-probabilities take 4.25 if" if options else "log-probabilities take 5 if") in line
+    assert ("other rows" in lines) == bool(options)
     assert ("3.75 matmuls" if options else "3 matmuls") in line
     assert explained.plan.saved is not None
     assert explained.plan.saved.bytes <= given["saved_budget"]
@@ -306,8 +309,26 @@ def test_explain_says_what_is_saved(options: dict[str, int]) -> None:
 def test_kernels_without_such_exponentials_refuse_the_budget(dtype: str, smoothing: float) -> None:
     x, w = shapes_of(8, 64, 1024, dtype)
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing, "saved_budget": ALL}
-    with pytest.raises(
-        ValueError, match=f"saved_budget must be 0 here: with {dtype} input, label_smoothing {smoothing}"
-    ):
+    message = f"saved_budget must be 0 with {f'label_smoothing {smoothing}' if smoothing else f'a {dtype} input'}, of"
+    with pytest.raises(ValueError, match=f"{message} .*: use implementation='chunked'"):
         jax_pallas.explain(x, w, implementation="pallas_triton", **options)
+    arrays = problem(8, 64, 1024, dtype=dtype, bias=False)
+    with pytest.raises(ValueError, match=message):  # an error even where no row would be saved
+        gradients("none", arrays, implementation="pallas_triton", label_smoothing=smoothing, saved_budget=1)
     assert jax_pallas.explain(x, w, implementation="chunked", **options).plan.saved
+
+
+@pytest.mark.parametrize(
+    ("hidden", "classes", "head", "device", "message"),
+    [
+        (64, 1000, "bfloat16", "a100", "with 1000 classes in 1000 rows, because these kernels save rows of a multiple"),
+        (64, 1024, "float32", "a100", "with a float32 linear_weight, under which the kernels save nothing"),
+        (72, 1024, "bfloat16", "h100", "here, because the Hopper kernels of gradients need a hidden size that is a"),
+    ],
+)
+def test_the_reason_for_which_kernels_save_nothing(
+    hidden: int, classes: int, head: str, device: str, message: str
+) -> None:
+    arrays = shapes_of(8, hidden, 1, "bfloat16")[0], shapes_of(8, hidden, classes, head)[1]
+    with pytest.raises(ValueError, match=f"saved_budget must be 0 {message}.*: use implementation='chunked'"):
+        jax_pallas.explain(*arrays, reduction="none", saved_budget=1, device=device)

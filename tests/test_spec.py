@@ -26,6 +26,10 @@ BAD_OPTIONS = [
     ({"logit_scale": float("-inf")}, ValueError, "logit_scale must be finite, got -inf"),
     ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1 or None, got 0"),
     ({"vocab_size": 7.0}, TypeError, "vocab_size must be a Python int, got float"),
+    *(
+        ({"head_precision": value}, ValueError, f"head_precision must be one of 'input', 'float32', got {value!r}")
+        for value in ("", False, 0)
+    ),
     ({"head_precision": "high"}, ValueError, "head_precision must be one of 'input', 'float32', got 'high'"),
     ({"ignore_index": None}, TypeError, "ignore_index must be a Python int, got NoneType"),
     ({"ignore_index": False}, TypeError, "ignore_index must be a Python int, got bool"),
