@@ -82,12 +82,13 @@ def launch_tiles(
     tiles: Tiles,
     x: Array,
     w: Array,
-    offsets: tuple[Array | int, Array | int, Array | int],
+    offsets: tuple[Array | int, ...],
     by_row: dict[str, Array | None],
     operands: dict[str, Array | None],
     results: dict[str, jax.ShapeDtypeStruct],
     *,
     stored: Any = None,
+    into: dict[str, Array] | None = None,
     interpret: bool,
 ) -> dict[str, Array]:
     """Launches `logits_kernel` on x (N, D) and w (V, D), or (D, V), and returns its results by name.
@@ -95,6 +96,7 @@ def launch_tiles(
     Args:
         offsets, stored: of `LogitsKernel`.
         by_row, operands: `LogitsKernel.names`; None where there is none.
+        into: arrays whose places the results take, and which keep what the kernel does not write.
     """
     traced = [jnp.asarray(number, jnp.int32) for number in offsets if not isinstance(number, int)]
     scalars = jnp.concatenate([pauses(tiles.steps), *(number[None] for number in traced)])
@@ -116,6 +118,10 @@ def launch_tiles(
     if stored is not None:
         scratch.append(two_views((2, 2, HALF, PIECE), stored, interpret=interpret))
     arrays, body, grid = (x, w, scalars, *present.values()), partial(logits_kernel, kernel), (tiles.programs,)
+    if into is not None:
+        refs = {key: jax.new_ref(into[key]) for key in results}
+        run_kernel(body, name, (*arrays, *refs.values()), [], scratch, grid, interpret, approximate=True)
+        return {key: jax.freeze(ref) for key, ref in refs.items()}
     found = run_kernel(body, name, arrays, list(results.values()), scratch, grid, interpret, approximate=True)
     return dict(zip(results, found, strict=True))
 
@@ -248,6 +254,32 @@ def exponentials_epilogue(
     return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
 
 
+BITS = {"tops": MAX, "columns": ARGMAX, "exp_logs": ENTROPY, "logit_sums": LOGIT_SUM, "squares": SQUARES}
+
+
+def exponentials_types(tiles: Tiles, *, stores: bool, statistics: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the types of the results of the kernel of `exponentials`, by name."""
+    names = ["sums", *(name for name, bit in BITS.items() if statistics & bit)]
+    types = dict.fromkeys(names, tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
+    if stores:
+        types["out"] = jax.ShapeDtypeStruct((cdiv(tiles.rows, 8) * 8, padded(tiles.classes)), jnp.bfloat16)
+    return types
+
+
+class HeadPart(NamedTuple):
+    """Class blocks that are next to each other, in place of the whole head.
+
+    Args:
+        first_block: () int32, the first of them.
+        first_class: () int32, the row of w that has its first class; where `vocab_axis` is 1 a multiple of 64.
+        into: the results of the kernel of `exponentials` for the whole head, by name. Those of the part are written.
+    """
+
+    first_block: Array
+    first_class: Array
+    into: dict[str, Array]
+
+
 @partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics"))  # chunks of one size are lowered once
 def exponentials(
     x: Array,
@@ -283,29 +315,82 @@ def exponentials(
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
+    switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_LOGITS)
+    values = bias, ref_exponent, target, places
+    return to_exponentials(_exponentials(tiles, switches, x, w, *values, (start, 0, 0), None, interpret=interpret))
+
+
+@partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics", "blocks"))
+def exponentials_of_part(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    ref_exponent: Array,
+    target: Array,
+    places: Array,
+    start: Array | int,
+    part: HeadPart,
+    *,
+    rows: int,
+    classes: int,
+    blocks: int,
+    vocab_axis: int,
+    logit_scale: float,
+    softcap: float | None,
+    stores: bool,
+    statistics: int,
+    interpret: bool = False,
+) -> dict[str, Array]:
+    """Writes the results of `exponentials` for some class blocks of a split head, in place, and returns all results.
+
+    Args:
+        x: (N, D), of which D is a multiple of 64.
+        w: (v, 2D), or (2D, v) where `vocab_axis` is 1: both halves of rows of the head, among them those of the part.
+        part: which class blocks, and where the results are: first `nothing_yet`.
+        classes, blocks: of the whole head, and of the part.
+        bias, ref_exponent, target, places, start, rows, vocab_axis, logit_scale, softcap, stores, statistics,
+            interpret: of `exponentials`, for the whole head.
+    """
+    tiles = Tiles(rows, 2 * x.shape[1], classes, vocab_axis, blocks)
+    switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_LOGITS)
+    offsets = start, part.first_class, 0, part.first_block
+    values = bias, ref_exponent, target, places
+    return _exponentials(tiles, switches, x, w, *values, offsets, part.into, interpret=interpret)
+
+
+def nothing_yet(rows: int, classes: int, *, stores: bool, statistics: int) -> dict[str, Array]:
+    """Returns memory for the results of `exponentials_of_part`."""
+    types = exponentials_types(Tiles(rows, 0, classes, 0), stores=stores, statistics=statistics)
+    return {name: lax.empty(made.shape, made.dtype) for name, made in types.items()}
+
+
+def _exponentials(
+    tiles: Tiles, switches: ExponentialsSwitches, x: Array, w: Array, bias: Array | None, ref_exponent: Array,
+    target: Array, places: Array, offsets: tuple[Array | int, ...], into: dict[str, Array] | None, *, interpret: bool,
+) -> dict[str, Array]:  # fmt: skip
     by_row = {"ref_exponent": tiles.by_row(ref_exponent, jnp.inf)}  # no row: zeros
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
-    bits = {"tops": MAX, "columns": ARGMAX, "exp_logs": ENTROPY, "logit_sums": LOGIT_SUM, "squares": SQUARES}
-    names = ["sums", *(name for name, bit in bits.items() if statistics & bit)]
-    results = dict.fromkeys(names, tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
-    if stores:
-        results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), jnp.bfloat16)
-    found = launch_tiles(
+    return launch_tiles(
         "exponentials",
-        partial(exponentials_epilogue, ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_LOGITS)),
+        partial(exponentials_epilogue, switches),
         tiles,
         x,
         w,
-        (start, 0, 0),
+        offsets,
         by_row,
         operands,
-        results,
-        stored=jnp.bfloat16 if stores else None,
+        exponentials_types(tiles, stores=switches.stores, statistics=switches.statistics),
+        stored=jnp.bfloat16 if switches.stores else None,
+        into=into,
         interpret=interpret,
     )
+
+
+def to_exponentials(found: dict[str, Array]) -> Exponentials:
+    """Returns the results of the kernel of `exponentials`, which has the sums of binary logarithms."""
     if "exp_logs" in found:
-        found["exp_logs"] *= LN_2  # of the binary logarithms
-    others = {name: found.get(name) for name in bits if name != "tops"}
+        found = {**found, "exp_logs": found["exp_logs"] * LN_2}
+    others = {name: found.get(name) for name in BITS if name != "tops"}
     of_targets = (found[name] for name in OF_TARGETS)
     return Exponentials(found.get("out"), found["sums"], found.get("tops"), *of_targets, **others)
 

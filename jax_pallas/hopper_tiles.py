@@ -42,13 +42,16 @@ from linear_ce.chunk_cost import GROUP_BYTES
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the logits of a call: `rows` rows and `classes` classes of a head (V, D), (D, V) for vocab_axis
-    1."""
+    """The tiles of the logits of a call: `rows` rows and `classes` classes of a head (V, D), (D, V) for vocab_axis 1.
+
+    A kernel computes all of them, or those of `part_blocks` class blocks that are next to each other.
+    """
 
     rows: int
     hidden: int
     classes: int
     vocab_axis: int
+    part_blocks: int | None = None
 
     @property
     def steps(self) -> int:
@@ -64,7 +67,12 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        return self.row_blocks * self.class_blocks
+        return self.row_blocks * self.kernel_blocks
+
+    @property
+    def kernel_blocks(self) -> int:
+        """Class blocks of the tiles that a kernel computes."""
+        return self.class_blocks if self.part_blocks is None else self.part_blocks
 
     @property
     def programs(self) -> int:
@@ -98,15 +106,16 @@ class Tiles:
 
 
 def tile_of(tiles: Tiles, tile: Array) -> tuple[Array, Array]:
-    """Returns the row block and class block of a tile: row blocks of up to `GROUP_BYTES` share a class block.
+    """Returns the row block of a tile, and its class block among those of the kernel: row blocks of up to `GROUP_BYTES`
+    share a class block.
 
     The divisors are static, so the compiler multiplies instead. A division takes a hundred instructions.
     """
     most = max(1, GROUP_BYTES // (2 * BLOCK_N * tiles.hidden))
     size = cdiv(tiles.row_blocks, cdiv(tiles.row_blocks, most))
     last, rest = divmod(tiles.row_blocks, size)
-    number = lax.div(tile, size * tiles.class_blocks)
-    within = tile - number * (size * tiles.class_blocks)
+    number = lax.div(tile, size * tiles.kernel_blocks)
+    within = tile - number * (size * tiles.kernel_blocks)
     class_block, here = lax.div(within, size), size
     if rest:
         class_block = jnp.where(number == last, lax.div(within, rest), class_block)
@@ -213,7 +222,8 @@ class LogitsKernel:
 
     Args:
         tiles: of the call.
-        offsets: the first row of x, the first class of w, how many classes from there on are left out. None: the number
+        offsets: the first row of x, the first class of w, how many classes from there on are left out, and with
+            `Tiles.part_blocks` the first of these class blocks, which is that of the first class of w. None: the number
             follows the pauses in the kernel's scalars.
         names: of the operands after x, w and scalars, and of the results. With "places" (half row blocks, class
             blocks) int32, halves of tiles where these are not below 0 take the path of those of which not all columns
@@ -254,7 +264,8 @@ class Program(NamedTuple):
 def load_tiles(own: Program, x_ref: Any, w_ref: Any) -> None:
     """The loading warpgroup: loads the steps of all tiles of this program into the ring."""
     tiles, ring = own.kernel.tiles, own.ring
-    first_row, first_class, _ = own.offsets()
+    first_row, first_class, *_ = own.offsets()
+    repeats = tiles.hidden != x_ref.shape[1]  # x, for the second half of a split head
     if tiles.vocab_axis and own.kernel.offsets[1] is None:
         first_class = pl.multiple_of(first_class, 64)
 
@@ -269,7 +280,8 @@ def load_tiles(own: Program, x_ref: Any, w_ref: Any) -> None:
             k = pl.ds(s * STEP, STEP)
             plgpu.barrier_wait(ring.empty.at[slot])
             source = w_ref.at[k, classes] if tiles.vocab_axis else w_ref.at[classes, k]
-            plgpu.copy_gmem_to_smem(x_ref.at[rows, k], ring.a_moved.at[slot], ring.full.at[slot])
+            k_of_x = pl.ds(lax.rem(s * STEP, jnp.int32(x_ref.shape[1])), STEP) if repeats else k
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, k_of_x], ring.a_moved.at[slot], ring.full.at[slot])
             plgpu.copy_gmem_to_smem(source, ring.b_moved.at[slot], ring.full.at[slot])
 
         return ()
@@ -336,6 +348,8 @@ def finishing(own: Program, done: Done) -> Finishing:
     """Returns the arguments of `finish` for a half tile that was multiplied."""
     tiles, refs = own.kernel.tiles, own.refs
     row_block, class_block = tile_of(tiles, done.tile)
+    if tiles.part_blocks is not None:
+        class_block += own.offsets()[3]
     row = row_block * BLOCK_N + own.warpgroup * HALF
     rows = {
         name: plgpu.load(refs[name].at[pl.ds(row, HALF)], layout=ROW, optimized=False) for name in own.kernel.by_row

@@ -93,7 +93,8 @@ def blocks_of(matmul: Matmul, tile: Any) -> tuple[Array, Array]:
 def logits_tile(
     matmul: Matmul, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any
 ) -> LogitsTile:
-    """Computes a tile of logits: (1), (2). Rows past the last repeat it. Columns that are not `seen` are undefined."""
+    """Computes a tile of logits: (1), (2). Rows past the last repeat it. Columns that are not `seen` are undefined. A
+    head of another dtype than x is split: (39)."""
     tile, axis, hidden, end = matmul.tile, matmul.vocab_axis, x_ref.shape[1], w_ref.shape[matmul.vocab_axis]
     row = arange(blocks[0] * ROW_BLOCK, ROW_BLOCK)
     first_place = blocks[1] * tile.block_v
@@ -120,7 +121,9 @@ def logits_tile(
             mask = (column < end)[None, :]  # `<`, from which the compiler sees that 8 columns go together
             w = load(w_ref, depth[:, None], column[None, :], mask=mask if within is None else mask & within[:, None])
         contract = (((1,), (1 - axis,)), ((), ()))
-        return raw + lax.dot_general(x, w, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        for half in [w] if w.dtype == x.dtype else halves_of(w):
+            raw = raw + lax.dot_general(x, half, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        return raw
 
     logits = lax.fori_loop(0, pl.cdiv(hidden, tile.block_d), step, jnp.zeros((ROW_BLOCK, tile.block_v), jnp.float32))
     if bias_ref is not None:
@@ -131,6 +134,18 @@ def logits_tile(
         root = lax.rsqrt(1.0 + jnp.exp2(logits * (2.0 * LOG2_E / matmul.softcap)))
         logits = matmul.softcap - (2.0 * matmul.softcap) * (root * root)
     return LogitsTile(logits, row, row < matmul.rows, column, place, first_place, seen, (blocks[1], row))
+
+
+def halves_of(w: Array) -> tuple[Array, Array]:
+    """Returns a float32 matrix as the sum of two bfloat16 matrices: (39). `problem.halves` does the same outside of
+    kernels.
+
+    The bits are rounded, to even. XLA, which runs kernels on a CPU, would remove a conversion to bfloat16 and back.
+    """
+    bits = lax.bitcast_convert_type(w, jnp.int32)
+    bits = bits + 0x7FFF + (lax.shift_right_logical(bits, jnp.full_like(bits, 16)) & 1)
+    high = lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32)
+    return high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16)
 
 
 def slope(logits: Array, softcap: float) -> Array:
@@ -225,7 +240,8 @@ def exponentials(
 
     Args:
         x: (N, D), of which rows `start` to `start` + `rows` count.
-        w: (V, D), or (D, V) where `vocab_axis` is 1; the first `classes` are classes.
+        w: (V, D), or (D, V) where `vocab_axis` is 1, of x's dtype, or float32 for a split head; the first `classes`
+            are classes.
         bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
         target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned, in one place.
         start: a number, or an int32 scalar of the device; the arguments after it are static.
@@ -237,7 +253,7 @@ def exponentials(
     crowded = softcap is not None and (stores or statistics & BY_ROW != 0)
     crowded |= statistics & (ARGMAX | LOGIT_SUM | SQUARES) != 0 or unaligned(w.shape[1], vocab_axis)
     crowded |= stores and statistics & (ENTROPY | BY_ROW) == ENTROPY  # rows that are saved
-    tile = triton_tile(x.dtype.itemsize, crowded=crowded)
+    tile = triton_tile(w.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None

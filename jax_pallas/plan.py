@@ -137,6 +137,9 @@ def smoothing_is_linear(key: PlanKey) -> bool:
     return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
+COPIES = 2  # copies of a split head that a chunk makes: for the logits and for d_input
+
+
 def matmuls_of(key: PlanKey) -> tuple[str, ...]:
     """Returns the names of the matmuls of a call. A split head takes two where it is an operand."""
     names = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
@@ -183,16 +186,19 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False, gpu=key.device.gpu,
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
-    multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
-    if key.grad_into:
+    takes_head = not casts_head or key.splits_head  # the kernels of scaled exponentials
+    multiplies = hopper and takes_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
+    if key.grad_into or (hopper and key.splits_head):
         # XLA's GEMM of the first chunk would not add in place, and TMA adds to float32 rows in tiles of 8 rows.
         stores = multiplies and (key.vocab_axis == 1 or vocab % 8 == 0)
         multiplies = stores
     else:
         # XLA's GEMMs take whole arrays: nothing is padded.
-        stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
+        stores = multiplies or (not hopper and takes_head and vocab == key.classes == tile_config.padded(vocab))
+    # The Hopper kernel reads the rows of x for each half of the head, in steps.
+    takes_head &= not (hopper and key.splits_head) or hidden % tile_config.STEP == 0
     scaled_exp = (
-        not casts_head
+        takes_head
         and (not key.label_smoothing or smoothing_is_linear(key))
         # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
         and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "saved_rows", "statistics") and stores))
@@ -212,7 +218,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         def scratch(rows: int, most: int) -> int:
             if not key.d_input:
                 return 0
-            if hopper:
+            if multiplies and not key.splits_head:
                 return tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
             return 4 * rows * hidden  # of XLA's GEMM
 
@@ -220,7 +226,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
                 tokens=max(tokens, 1),
-                hidden=hidden,
+                hidden=hidden * (1 + key.splits_head),
                 classes=key.classes,
                 d_input=key.d_input,
                 d_weight=key.d_weight and key.stage != "saved_rows",
@@ -230,7 +236,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 class_block=tile_config.CLASS_BLOCK,
                 row_step=tile_config.STEP,
                 programs=key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors,
-                cast_bytes=0,
+                cast_bytes=key.splits_head * COPIES * key.classes * hidden * (w.itemsize + 2 * x.itemsize),
                 gpu=key.device.gpu,
                 coefficients=COEFFICIENTS[key.device.gpu, "jax"],
             )
@@ -248,7 +254,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
-            second_d_weight=0 if multiplies or not key.d_weight else x.itemsize * hidden * vocab,
+            splits_head=key.splits_head,
+            programs=key.device.multiprocessors or 1,
+            second_d_weight=0 if multiplies or not key.d_weight else w.itemsize * hidden * vocab,
             call=call,
             budget=key.memory_budget,
         )
@@ -256,14 +264,15 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         d_weight_starts = (
             key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
         )
-        d_weight_starts &= not key.grad_into
+        d_weight_starts &= not (key.grad_into or key.splits_head)
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )
+        copies = key.splits_head and (hopper or key.d_input)  # the other kernels of the logits split the head
         return ExecutionPlan(
-            key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
+            key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, copies,
             vocab_chunks_in_place=vocab_chunks_in_place,
-            d_input_kernel=multiplies, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
+            d_input_kernel=multiplies and not key.splits_head, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
         )  # fmt: skip
     d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into
     chunks = tile_config.choose_recomputed(

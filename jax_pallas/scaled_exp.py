@@ -36,7 +36,7 @@ from jax_pallas import kernels, row_kernels, saved_kernels, target_grad, tile_co
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics, first_of_largest
-from jax_pallas.slicing import Slice, over_chunks
+from jax_pallas.slicing import Slice, over_chunks, over_slices
 from jax_pallas.smoothing import Smoothing
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 from jax_pallas.token_hook import TokenHook, TokenRows
@@ -197,11 +197,13 @@ def _run(
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:
         sums = problem.grad_into
-        if sums is None:  # overwritten by the first chunk
+        if sums is None and problem.spec.splits_head:
+            sums = jnp.zeros_like(problem.linear_weight)
+        elif sums is None:  # overwritten by the first chunk
             sums = lax.empty(problem.linear_weight.shape, problem.input.dtype)
         carry = carry._replace(d_weight=sums)
     # XLA's GEMM adds to d_weight in place only inside a loop.
-    unrolls = needs_grad.d_input and plan_of(problem).d_weight_kernel
+    unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel
     if not saves:
         carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
     else:  # the chunks' exponentials stay where they are written
@@ -448,17 +450,46 @@ def _store_exponentials(
         "stores": stores,
         "statistics": statistics & (OF_LOGITS | BY_ROW),
     }
-    if places is None:
+    if places is None:  # these kernels split the head themselves
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
         from jax_pallas import hopper_logits
 
         in_chunk = lax.dynamic_index_in_dim(places.places, places.index, keepdims=False)
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
-        found = hopper_logits.exponentials(*arrays, in_chunk, place[row_kernels.FIRST_OF_X], **options)
+        arrays = *arrays, in_chunk, place[row_kernels.FIRST_OF_X]
+        if problem.spec.splits_head:
+            found = _exponentials_of_split_head(problem, arrays, options)
+        else:
+            found = hopper_logits.exponentials(*arrays, **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
     rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, statistics)
     return rows, found._replace(e=e), joined, repaired
+
+
+def _exponentials_of_split_head(problem: Problem, arrays: tuple[Any, ...], options: dict[str, Any]) -> Exponentials:
+    """Returns `hopper_logits.exponentials` of these arguments for a head that is split, one part at a time.
+
+    If the last part would end past the last class block, it starts earlier. It then writes the same numbers again.
+    """
+    from jax_pallas import hopper_logits
+
+    (x, w, *others), plan, axis = arrays, plan_of(problem), problem.vocab_axis
+    assert plan.tile is not None
+    block_v, blocks = plan.tile.block_v, tile_config.cdiv(problem.classes, plan.tile.block_v)
+    part_blocks = min(blocks, tile_config.cdiv(plan.scaled_exp_config.head_rows, block_v))
+    size = min(part_blocks * block_v, w.shape[axis])
+
+    def body(found: dict[str, Array], part: Slice) -> tuple[dict[str, Array], None]:
+        first = part.start * block_v
+        start = jnp.minimum(first, w.shape[axis] - size)
+        of_part = hopper_logits.HeadPart(jnp.asarray(part.start, jnp.int32), first - start, found)
+        both = problem.weight_of(Slice(start, size, None))
+        return hopper_logits.exponentials_of_part(x, both, *others, of_part, blocks=part_blocks, **options), None
+
+    kinds = {name: options[name] for name in ("rows", "classes", "stores", "statistics")}
+    found, _ = over_slices(body, hopper_logits.nothing_yet(**kinds), blocks, part_blocks)
+    return hopper_logits.to_exponentials(found)
 
 
 def _add_gradients(
@@ -497,7 +528,7 @@ def _add_d_weight(
             vocab_axis=axis,
             in_l2=share_added_in_l2(chunk.size, plan.gpu),
             rows=chunk.size,
-            old=None if first and not plan.d_weight_starts and problem.grad_into is None else d_weight,
+            old=None if first and not plan.d_weight_starts and d_weight.dtype != jnp.float32 else d_weight,
             starts=first if plan.d_weight_starts else None,
         )
     scaled = Slice(start, chunk.size, None).of(x)
@@ -519,10 +550,30 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, hel
         most = plan.scaled_exp_config.d_input_bytes
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
     w_target = target_rows(problem, chunk.of(rows.target).clip(0))
-    d_input = rho[:, None] * float32_matmul(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(
-        jnp.float32
-    )
+    if problem.spec.splits_head:
+        e_w, theta = _times_split_head(problem, e, chunk.size), theta[: chunk.size]
+        rho = rho[: chunk.size]
+    else:
+        e_w = float32_matmul(e, w, (1, problem.vocab_axis))
+    d_input = rho[:, None] * e_w + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0))
+
+
+def _times_split_head(problem: Problem, e: Array, rows: int) -> Array:
+    """Returns the matmul of a chunk's exponentials and both halves of the head, (rows, D) float32."""
+    axis = problem.vocab_axis
+
+    def body(total: Array, vocab_chunk: Slice) -> tuple[Array, None]:
+        part = vocab_chunk.of(e[:rows], axis=1)
+        if vocab_chunk.fresh is not None:
+            part = jnp.where(vocab_chunk.fresh, part, 0)
+        for half in jnp.split(problem.weight_of(vocab_chunk), 2, 1 - axis):
+            total = total + float32_matmul(part, half, (1, axis))
+        return total, None
+
+    zero = lax.optimization_barrier(jnp.float32(0))  # XLA would keep zeros for the first sum
+    start = jnp.full((rows, problem.input.shape[1]), zero)
+    return over_slices(body, start, problem.classes, plan_of(problem).scaled_exp_config.head_rows)[0]
 
 
 def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array) -> Array:
@@ -533,9 +584,11 @@ def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array
 
 
 def target_rows(problem: Problem, column: Array) -> Array:
-    """Returns the rows (n, D) of the head that `column` (n,) names, each within the head, in the input's dtype."""
+    """Returns the rows (n, D) of the head that `column` (n,) names, each within the head, in the input's dtype, or
+    float32 if the head is split."""
     picked = jnp.take(problem.linear_weight, column, axis=problem.vocab_axis, mode="clip")
-    return (picked if problem.vocab_axis == 0 else picked.T).astype(problem.input.dtype)
+    picked = picked if problem.vocab_axis == 0 else picked.T
+    return picked if problem.spec.splits_head else picked.astype(problem.input.dtype)
 
 
 def _add_targets(

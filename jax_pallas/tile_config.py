@@ -229,12 +229,14 @@ class ScaledExpConfig:
     Args:
         rows: rows of a chunk.
         last_rows: rows that the kernels compute for the last chunk, which may have fewer.
+        head_rows: rows of the head that a matmul takes at a time: all of them, unless the head is split.
         d_input_bytes: bytes that the partial tiles of d_input may take.
         bytes: bytes of workspace.
     """
 
     rows: int
     last_rows: int
+    head_rows: int
     d_input_bytes: int
     bytes: int
 
@@ -248,6 +250,10 @@ class ScaledExpConfig:
 COMPILED_FRACTION = 50
 
 D_INPUT_FRACTION = 16  # 1/16 of the budget for the partial tiles of d_input: with more of it, chunks get too small
+
+# Of both halves of a vocabulary chunk of a split head, at most. The tiles of logits of a vocabulary chunk should keep all
+# multiprocessors busy, and 1,408 rows need 36 MiB for that with D = 4,096.
+CAST_BYTES = 2**26
 
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
@@ -266,6 +272,8 @@ def choose_scaled_exp(
     block_v: int,
     hopper: bool,
     scratch: Callable[[int, int], int],
+    splits_head: bool = False,
+    programs: int = 1,
     second_d_weight: int,
     call: chunk_cost.Call | None = None,
     budget: int,
@@ -287,6 +295,8 @@ def choose_scaled_exp(
         block_v: classes of a tile of logits.
         hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
+        splits_head: the head is cast to two matrices, side by side, one vocabulary chunk at a time.
+        programs: multiprocessors.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
         call: what the time of a call depends on; None: the fewest chunks win.
@@ -305,7 +315,18 @@ def choose_scaled_exp(
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
-    def config(rows: int) -> ScaledExpConfig:
+    def head_rows_of(rows: int, most: int) -> int:
+        """Returns the classes of a vocabulary chunk of at most `most` bytes: whole waves of tiles of logits, and as
+        equal as possible. A chunk has at least the classes of a tile."""
+        if not splits_head:
+            return classes
+        part, row_blocks = max(1, most // (2 * itemsize * hidden * block_v)), cdiv(rows, ROW_BLOCK)
+        if waves := part * row_blocks // programs:
+            part = max(1, waves * programs // row_blocks)
+        return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
+
+    def config(rows: int, cast_bytes: int) -> ScaledExpConfig:
+        head_rows = head_rows_of(rows, cast_bytes)
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
         # statistics are read when these are there.
@@ -313,18 +334,21 @@ def choose_scaled_exp(
         sums = (4 * partial + TARGET_BYTES * hopper + 32) * padded_rows
         chunks = cdiv(tokens, rows)
         places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
-        size = fixed + places + second_d_weight * (chunks == 2)
+        size = fixed + places + second_d_weight * (chunks == 2) + 2 * itemsize * hidden * head_rows * splits_head
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
         size += itemsize * (-(-rows // 8) * 8 * padded(classes) * in_workspace + rows * hidden * (saves or not holds))
         most = max(0, min(budget // D_INPUT_FRACTION, budget - size))
         last = (tokens - 1) % rows + 1
         last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
-        return ScaledExpConfig(rows, last_rows, most, size + max(sums, scratch(rows, most)))
+        of_d_input = scratch(rows, most)
+        if splits_head and of_d_input:  # it takes a copy of columns of the exponentials
+            of_d_input += itemsize * rows * head_rows
+        return ScaledExpConfig(rows, last_rows, head_rows, most, size + max(sums, of_d_input))
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not call.d_input:
             return None
-        if not hopper:
+        if not hopper or splits_head:
             return chunk_cost.library_d_input(call, rows)
         schedule = choose_schedule(rows, hidden, classes, found.d_input_bytes, call.programs)
         share = 1 - schedule.split_iters / schedule.iters_per_tile
@@ -338,22 +362,26 @@ def choose_scaled_exp(
         )
         return chunk_cost.call_ms(call, chunk, last)
 
-    best = chunk_cost.choose_rows(
-        lambda rows: (config(rows),),
-        tokens=tokens,
-        least_rows=least_rows,
-        chunks=1 if tokens == least_rows else max(1, -(-tokens * itemsize * padded(classes) * in_workspace // budget)),
-        enough=enough,
-        budget=budget,
-        call=call,
-        ms=ms,
-    )
-    if best is None:
-        raise ValueError(
-            f"memory_budget must be at least {config(least_rows).bytes} bytes for {tokens} tokens and {classes} "
-            f"classes, got {budget}"
+    casts = (min(CAST_BYTES, budget // 4), 0) if splits_head else (0,)
+    for cast_bytes in casts:
+        best = chunk_cost.choose_rows(
+            lambda rows, cast_bytes=cast_bytes: (config(rows, cast_bytes),),
+            tokens=tokens,
+            least_rows=least_rows,
+            chunks=1
+            if tokens == least_rows
+            else max(1, -(-tokens * itemsize * padded(classes) * in_workspace // budget)),
+            enough=enough,
+            budget=budget,
+            call=call,
+            ms=ms,
         )
-    return best
+        if best is not None:
+            return best
+    raise ValueError(
+        f"memory_budget must be at least {config(least_rows, 0).bytes} bytes for {tokens} tokens and {classes} "
+        f"classes, got {budget}"
+    )
 
 
 def padded(classes: int) -> int:

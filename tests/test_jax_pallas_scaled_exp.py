@@ -63,7 +63,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (hopper_common, hopper_gradients):
         monkeypatch.setattr(module, "programs", lambda: 2)
     launchers = {
-        hopper_logits: ("exponentials", "statistics", "d_logits"),
+        hopper_logits: ("exponentials", "exponentials_of_part", "statistics", "d_logits"),
         hopper_gradients: ("add_d_weight", "store_d_input"),
     }
     for module, names in launchers.items():
@@ -141,7 +141,7 @@ def test_scaled_exp(
     planned_ours = planned(ours, "loss_and_gradients", "mosaic", EVERYTHING, statistics=MAX)
     last = (n - 1) % rows + 1
     last = rows if (rows - last) * 50 <= n else last  # like `choose_scaled_exp`
-    plan = replace(plan_of(planned_ours), chunks=ScaledExpConfig(rows, last, 2**20, 0))
+    plan = replace(plan_of(planned_ours), chunks=ScaledExpConfig(rows, last, v, 2**20, 0))
     assert plan.path == "scaled_exp"
     ours = replace(ours, plan=plan)
     loss, statistics, gradients = scaled_exp.scaled_exp(ours, EVERYTHING, statistics=MAX)
@@ -157,6 +157,47 @@ def test_scaled_exp(
     assert_close(gradients, exact_gradients)
 
 
+# N, V, classes, vocab_axis, whether d_weight is added to. Vocabulary chunks of two tiles overlap if there are three.
+SPLIT_HEADS = [(141, 640, 520, 0, False), (70, 576, 500, 1, True), (21, 200, 200, 0, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "v", "classes", "vocab_axis", "adds"), SPLIT_HEADS)
+def test_split_head(
+    n: int, v: int, classes: int, vocab_axis: int, adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with the same float32 head, which rounded to bfloat16 would be off by 2e-3."""
+    interpret(monkeypatch)
+    monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
+    monkeypatch.setattr(scaled_exp, "over_slices", over_slices)
+    statistics, rows = LSE | OF_LOGITS, 64
+    options = {**OPTIONS, "head_precision": "float32"}
+    ours = problem(n, 64, v, classes, vocab_axis, options)
+    w = np.random.default_rng(1).standard_normal(ours.linear_weight.shape) * 0.3
+    into = jnp.asarray(np.random.default_rng(2).standard_normal(w.shape), jnp.float32) if adds else None
+    ours = replace(ours, linear_weight=jnp.asarray(w, jnp.float32), grad_into=into)
+    plan = plan_of(planned(ours, "loss_and_gradients", "mosaic", EVERYTHING, statistics=statistics))
+    assert plan.path == "scaled_exp"
+    config = ScaledExpConfig(rows, (n - 1) % rows + 1, min(384, classes), 2**20, 0)
+    ours = replace(ours, plan=replace(plan, chunks=config))
+    loss, found, gradients = scaled_exp.scaled_exp(ours, EVERYTHING, statistics=statistics)
+    evaluated, _, _ = scaled_exp.scaled_exp(ours, NO_GRADIENTS, statistics=0)
+
+    exact = replace(in_float32(ours), spec=replace(ours.spec, head_precision=None), grad_into=None)
+    want, exact_found, exact_gradients = chunked.loss_and_gradients(
+        *by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None, statistics
+    )
+    np.testing.assert_allclose((loss, evaluated), (want, want), rtol=2e-5, atol=1e-7)
+    for got, value in zip(jax.tree.leaves(found._replace(nll=None)), jax.tree.leaves(exact_found._replace(nll=None)), strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=2e-5)
+    assert gradients.d_weight is not None
+    assert gradients.d_weight.dtype == jnp.float32
+    if into is not None:
+        gradients = gradients._replace(d_weight=gradients.d_weight - into)
+    assert_close(gradients, exact_gradients)
+    assert not jnp.any(jnp.moveaxis(jnp.asarray(gradients.d_weight), vocab_axis, 0)[classes:])  # padding
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 def test_grad_into(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +209,7 @@ def test_grad_into(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     into = jnp.asarray(np.random.default_rng(1).standard_normal(ours.linear_weight.shape), jnp.float32)
     plan = plan_of(planned(replace(ours, grad_into=into), "loss_and_gradients", "mosaic", EVERYTHING))
     assert plan.path == "scaled_exp"
-    ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, (n - 1) % rows + 1, 2**20, 0)))
+    ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, (n - 1) % rows + 1, 320, 2**20, 0)))
     *_, found = scaled_exp.scaled_exp(replace(ours, grad_into=into), EVERYTHING, statistics=0)
     *_, exact = chunked.loss_and_gradients(
         *by_xla(in_float32(ours), "loss_and_gradients", EVERYTHING), EVERYTHING, None, 0
@@ -195,7 +236,7 @@ def test_token_loss(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
     ours = problem(n, 64, 320, 310, vocab_axis, {"softcap": 3.0, "logit_scale": 0.7})
     plan = plan_of(planned(ours, "loss_and_gradients", "mosaic", EVERYTHING))
-    ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, (n - 1) % rows + 1, 2**20, 0)))
+    ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, (n - 1) % rows + 1, 320, 2**20, 0)))
     function, values_of_closure = trace_token_loss(clipped, n, 1)
     random = np.random.default_rng(1)
     advantage = jnp.where(ours.row_weight == 0, jnp.nan, jnp.asarray(random.standard_normal(n), jnp.float32))
