@@ -567,9 +567,11 @@ def _times_split_head(problem: Problem, e: Array, rows: int) -> Array:
         part = vocab_chunk.of(e[:rows], axis=1)
         if vocab_chunk.fresh is not None:
             part = jnp.where(vocab_chunk.fresh, part, 0)
-        for half in jnp.split(problem.weight_of(vocab_chunk), 2, 1 - axis):
-            total = total + float32_matmul(part, half, (1, axis))
-        return total, None
+        high, low = jnp.split(problem.weight_of(vocab_chunk), 2, 1 - axis)
+        total = total + float32_matmul(part, high, (1, axis))
+        # One after the other: XLA would join the matmuls, whose result would be twice as large.
+        total, part = lax.optimization_barrier((total, part))
+        return total + float32_matmul(part, low, (1, axis)), None
 
     zero = lax.optimization_barrier(jnp.float32(0))  # XLA would keep zeros for the first sum
     start = jnp.full((rows, problem.input.shape[1]), zero)

@@ -251,9 +251,13 @@ COMPILED_FRACTION = 50
 
 D_INPUT_FRACTION = 16  # 1/16 of the budget for the partial tiles of d_input: with more of it, chunks get too small
 
-# Of both halves of a vocabulary chunk of a split head, at most. The tiles of logits of a vocabulary chunk should keep all
-# multiprocessors busy, and 1,408 rows need 36 MiB for that with D = 4,096.
-CAST_BYTES = 2**26
+LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
+
+# Of both halves of a vocabulary chunk of a split head, at most. On an H200 two waves of tiles of 1,408 rows take 72 MiB
+# with D = 4,096. In less memory the launches of a vocabulary chunk would cost more time than fewer rows do.
+CAST_BYTES = 3 * 2**25
+
+D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
@@ -296,7 +300,7 @@ def choose_scaled_exp(
         hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         splits_head: the head is cast to two matrices, side by side, one vocabulary chunk at a time.
-        programs: multiprocessors.
+        programs: multiprocessors, where `hopper`.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
         call: what the time of a call depends on; None: the fewest chunks win.
@@ -312,16 +316,17 @@ def choose_scaled_exp(
     # returned.
     fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096
     in_workspace = stores and not saves
-    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
+    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * splits_head)
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
     def head_rows_of(rows: int, most: int) -> int:
-        """Returns the classes of a vocabulary chunk of at most `most` bytes: whole waves of tiles of logits, and as
-        equal as possible. A chunk has at least the classes of a tile."""
+        """Returns the classes of a vocabulary chunk of at most `most` bytes, or of one tile: on a Hopper whole waves of
+        tiles of logits. The chunks are as equal as possible."""
         if not splits_head:
             return classes
-        part, row_blocks = max(1, most // (2 * itemsize * hidden * block_v)), cdiv(rows, ROW_BLOCK)
-        if waves := part * row_blocks // programs:
+        part = max(1, min(most // (2 * itemsize * hidden), D_LOGITS_VOCAB_CHUNK) // block_v)
+        row_blocks = cdiv(rows, ROW_BLOCK)
+        if hopper and (waves := part * row_blocks // programs):
             part = max(1, waves * programs // row_blocks)
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
 
@@ -341,8 +346,9 @@ def choose_scaled_exp(
         last = (tokens - 1) % rows + 1
         last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
         of_d_input = scratch(rows, most)
-        if splits_head and of_d_input:  # it takes a copy of columns of the exponentials
-            of_d_input += itemsize * rows * head_rows
+        if splits_head and of_d_input:  # the sum and a term of it, or cuBLAS's workspace; columns of the exponentials
+            workspace = min(LIBRARY_BYTES, budget // D_INPUT_FRACTION) * hopper
+            of_d_input += max(of_d_input, workspace) + itemsize * rows * head_rows
         return ScaledExpConfig(rows, last_rows, head_rows, most, size + max(sums, of_d_input))
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
@@ -388,11 +394,6 @@ def padded(classes: int) -> int:
     """Returns the length of a row of exponentials or d_logits in memory, so that rows start at multiples of 128
     bytes."""
     return -(-classes // 64) * 64
-
-
-D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
-
-LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
 
 
 def choose_recomputed(

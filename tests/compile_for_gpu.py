@@ -1,8 +1,8 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "none", "saved", "eval", "token_loss", "token_stats" or "grad_into"),
-n, d, v, vocab_axis and implementation.
+a JSON list of dicts with the keys mode ("train", "none", "saved", "eval", "token_loss", "token_stats", "grad_into" or
+"split_head"), n, d, v, vocab_axis and implementation.
 """
 
 import json
@@ -51,6 +51,14 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         loss = partial(linear_cross_entropy, linear_weight=w, target=y, grad_into=into, **options)
         return jax.value_and_grad(loss, has_aux=True)(x)
 
+    def split_head(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+
+        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+            return linear_cross_entropy(x, w, y, head_precision="float32", **options)
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
+
     def saved(x: jax.Array, w: jax.Array, y: jax.Array, d_loss: jax.Array) -> Any:
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
 
@@ -79,6 +87,8 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         function, arguments = {"none": none, "saved": saved}[mode], [*arguments, shape((n,), jnp.float32)]
     elif mode == "grad_into":
         function, arguments, donated = grad_into, [*arguments, shape(head, jnp.float32)], (3,)
+    elif mode == "split_head":
+        function, arguments[1] = split_head, shape(head, jnp.float32)
     with jax.set_mesh(mesh):
         return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
