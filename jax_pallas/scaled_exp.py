@@ -539,9 +539,9 @@ def _add_d_weight(
 
 def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, held: Array, rho: Array) -> Array:
     """Writes the rows of d_input of a chunk: (32)."""
-    plan, w = plan_of(problem), problem.linear_weight
+    plan, w, part = plan_of(problem), problem.linear_weight, Slice(chunk.start, len(rho), None)
     assert rows.theta is not None
-    theta = Slice(chunk.start, len(rho), None).of(rows.theta)
+    theta = part.of(rows.theta)
     if plan.d_input_kernel:
         from jax_pallas import hopper_gradients
 
@@ -549,19 +549,17 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, hel
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
         most = plan.scaled_exp_config.d_input_bytes
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
-    w_target = target_rows(problem, chunk.of(rows.target).clip(0))
-    if problem.spec.splits_head:
-        e_w, theta = _times_split_head(problem, e, chunk.size), theta[: chunk.size]
-        rho = rho[: chunk.size]
-    else:
-        e_w = float32_matmul(e, w, (1, problem.vocab_axis))
-    d_input = rho[:, None] * e_w + theta[:, None] * w_target.astype(jnp.float32)
-    return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0))
+    w_target = target_rows(problem, part.of(rows.target).clip(0))
+    d_input = rho[:, None] * _times_head(problem, e, len(rho)) + theta[:, None] * w_target.astype(jnp.float32)
+    return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0)[: chunk.size])
 
 
-def _times_split_head(problem: Problem, e: Array, rows: int) -> Array:
-    """Returns the matmul of a chunk's exponentials and both halves of the head, (rows, D) float32."""
+def _times_head(problem: Problem, e: Array, rows: int) -> Array:
+    """Returns the matmul of the exponentials of so many rows and the head, (rows, D) float32. Of a split head both
+    halves are multiplied, one vocabulary chunk at a time."""
     axis = problem.vocab_axis
+    if not problem.spec.splits_head:
+        return float32_matmul(e, problem.linear_weight, (1, axis))
 
     def body(total: Array, vocab_chunk: Slice) -> tuple[Array, None]:
         part = vocab_chunk.of(e[:rows], axis=1)

@@ -330,7 +330,7 @@ def choose_scaled_exp(
             part = max(1, waves * programs // row_blocks)
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
 
-    def config(rows: int, cast_bytes: int) -> ScaledExpConfig:
+    def config(rows: int, cast_bytes: int, library_bytes: int) -> ScaledExpConfig:
         head_rows = head_rows_of(rows, cast_bytes)
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
@@ -347,8 +347,7 @@ def choose_scaled_exp(
         last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
         of_d_input = scratch(rows, most)
         if splits_head and of_d_input:  # the sum and a term of it, or cuBLAS's workspace; columns of the exponentials
-            workspace = min(LIBRARY_BYTES, budget // D_INPUT_FRACTION) * hopper
-            of_d_input += max(of_d_input, workspace) + itemsize * rows * head_rows
+            of_d_input += max(of_d_input, library_bytes) + itemsize * rows * head_rows
         return ScaledExpConfig(rows, last_rows, head_rows, most, size + max(sums, of_d_input))
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
@@ -368,10 +367,12 @@ def choose_scaled_exp(
         )
         return chunk_cost.call_ms(call, chunk, last)
 
-    casts = (min(CAST_BYTES, budget // 4), 0) if splits_head else (0,)
-    for cast_bytes in casts:
+    choices = [(0, 0)]
+    if splits_head:  # first what is fast
+        choices = [(min(CAST_BYTES, budget // 4), min(LIBRARY_BYTES, budget // D_INPUT_FRACTION) * hopper), (0, 0)]
+    for choice in choices:
         best = chunk_cost.choose_rows(
-            lambda rows, cast_bytes=cast_bytes: (config(rows, cast_bytes),),
+            lambda rows, choice=choice: (config(rows, *choice),),
             tokens=tokens,
             least_rows=least_rows,
             chunks=1
@@ -385,7 +386,7 @@ def choose_scaled_exp(
         if best is not None:
             return best
     raise ValueError(
-        f"memory_budget must be at least {config(least_rows, 0).bytes} bytes for {tokens} tokens and {classes} "
+        f"memory_budget must be at least {config(least_rows, 0, 0).bytes} bytes for {tokens} tokens and {classes} "
         f"classes, got {budget}"
     )
 

@@ -337,6 +337,7 @@ _INTO: dict[str, Any] = {"grad_into": True, "loss_scale": 1.0}  # the upstream g
 
 _SPLIT_SPEC = LossSpec(head_precision="float32")
 _SPLIT: dict[str, Any] = {"head_dtype": "float32", "spec": _SPLIT_SPEC}
+_SPLIT_64 = {**_SPLIT, "hidden": 64, "vocab": 320}  # sizes for which all kernels store exponentials
 
 # Edges of the contract: name, fields, dtypes. Reduction "mean" where no spec is given.
 _ALL = FLOAT_DTYPES
@@ -476,7 +477,7 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ),
     (
         "head_split-mean",
-        {**_SPLIT, "has_bias": True, "ignored": "some", "poison": ("ignored_rows", "target_range")},
+        {**_SPLIT_64, "has_bias": True, "ignored": "some", "poison": ("ignored_rows", "target_range")},
         _BF16,
     ),
     ("head_split-none", {**_SPLIT, "spec": replace(_SPLIT_SPEC, reduction="none", softcap=5.0)}, _BF16),
@@ -492,7 +493,7 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         _BF16,
     ),
     # d_input is near the target's row of the head, so rounding that row too would show.
-    ("head_split-few", {**_SPLIT, "lead": (1,), "hidden": 256, "vocab": 123, "logit_std": 0.01}, _BF16),
+    ("head_split-few", {**_SPLIT, "lead": (1,), "hidden": 256, "vocab": 128, "logit_std": 0.01}, _BF16),
     ("head_split-frozen", {**_SPLIT, "frozen": ("linear_weight",)}, _BF16),
     ("hidden64-head_split-logits80", {**_SPLIT, "hidden": 64, "vocab": 640, "logit_std": 40.0}, _BF16),
     ("hidden64-grad_into-frozen", {**_INTO, "hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
@@ -541,7 +542,7 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("log_prob-logits80", {**_LOG_PROB, "hidden": 64, "logit_std": 40.0}, _BF16),
     ("log_prob-frozen_weight", {**_LOG_PROB, "hidden": 64, "frozen": ("linear_weight",)}, _BF16),
     ("entropy", {"unused": ("log_prob", "lse")}, _TWO),
-    ("head_split", {**_SPLIT, "has_bias": True, "ignored": "some"}, _BF16),
+    ("head_split", {**_SPLIT_64, "has_bias": True, "ignored": "some"}, _BF16),
     ("saved", {**_SAVED, **_LOG_PROB, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
     ("saved-logits80", {**_SAVED, **_LOG_PROB, "logit_std": 40.0}, _BF16),
     ("saved-range", {**_SAVED, **_LOG_PROB, "poison": ("target_range",)}, _BF16),
@@ -567,7 +568,7 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("masked_target", {**_CLIP, "poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _ONE),
     ("ignore_index", {**_CLIP, "spec": LossSpec("sum", ignore_index=7), "target": "skewed", "ignored": "some"}, _ONE),
     ("head32", {**_CLIP, "head_dtype": "float32", "has_bias": True}, _BF16),
-    ("head_split", {**_CLIP, **_SPLIT, "has_bias": True}, _BF16),
+    ("head_split", {**_CLIP, **_SPLIT_64, "has_bias": True}, _BF16),
     ("frozen_weight", {**_CLIP, "frozen": ("linear_weight",)}, _BF16),
     ("frozen_tokens", {**_KL, "frozen": ("advantage", "old_log_prob", "ref_log_prob"), "spec": _SUM}, _BF16),
     ("only_tokens", {**_CLIP, "frozen": ("input", "linear_weight")}, _ONE),

@@ -1,6 +1,8 @@
 """Tests `head_precision` of jax_pallas: errors against a true float32 head, plans, and JAX's transforms. The cases of
 parity compare values with the float64 reference."""
 
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +13,12 @@ from jax import Array
 from jax_problem import FUNCTIONS, gradients, problem, total
 
 import jax_pallas
+from jax_pallas import kernels
+from jax_pallas.launch import DeviceInfo
+from jax_pallas.plan import ExecutionPlan, MatrixLayout, PlanKey, make_plan
 from jax_pallas.problem import halves
+from jax_pallas.tile_config import CAST_BYTES
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 Arrays = dict[str, Any]
 
@@ -21,18 +28,21 @@ def float32_head(n: int = 12, d: int = 8, v: int = 50, vocab_axis: int = 0) -> A
     return arrays | {"input": arrays["input"].astype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+def split_in_kernel(w: Array) -> Array:
+    return jnp.concatenate(kernels.halves_of(w))
+
+
+@pytest.mark.parametrize("axis", [0, 1, None])
 @pytest.mark.parametrize("jit", [False, True])
-def test_the_halves_have_sixteen_bits_of_a_weight(axis: int, jit: bool) -> None:
-    """Compiled too: XLA removes conversions to bfloat16 and back, with which the second half would be 0."""
+def test_the_halves_have_sixteen_bits_of_a_weight(axis: int | None, jit: bool) -> None:
+    """Compiled too: XLA removes conversions to bfloat16 and back, with which the second half would be 0. Without an
+    axis the function is that of the kernels."""
     w = np.random.default_rng(0).standard_normal((300, 40)).astype(np.float32) * 2.0 ** np.arange(-20, 20, dtype="f")
 
-    def split(w: Array) -> Array:
-        return halves(w, jnp.bfloat16, axis)
-
-    assert "reduce_precision" in str(jax.make_jaxpr(split)(w))
+    split = split_in_kernel if axis is None else partial(halves, dtype=jnp.bfloat16, axis=axis)
+    assert ("bitcast" if axis is None else "reduce_precision") in str(jax.make_jaxpr(split)(w))
     both = (jax.jit(split) if jit else split)(jnp.asarray(w))
-    high, low = np.split(np.asarray(both.astype(jnp.float32), np.float64), 2, axis)
+    high, low = np.split(np.asarray(both.astype(jnp.float32), np.float64), 2, axis or 0)
     assert np.array_equal(high, np.asarray(jnp.asarray(w, jnp.bfloat16).astype(jnp.float32), np.float64))
     assert np.all(abs(high + low - w) <= 2.0**-17 * abs(w))
 
@@ -96,8 +106,59 @@ def test_explain_names_the_matmuls() -> None:
     explained = str(jax_pallas.explain(*arrays, head_precision="float32", implementation="chunked"))
     assert "matmuls: logits high, logits low, d_input high, d_input low, d_weight by XLA" in explained
     explained = str(jax_pallas.explain(*arrays, head_precision="float32", device="h200"))
-    assert "path: recompute: the gradients compute the logits again" in explained
-    assert "matmuls: logits high, logits low by our kernels; d_input high, d_input low, d_weight by XLA" in explained
+    assert "path: scaled_exp: the gradients are matmuls of stored exponentials" in explained
+    assert "matmuls: logits high, logits low, d_weight by our kernels; d_input high, d_input low by XLA" in explained
+    explained = str(jax_pallas.explain(*arrays, head_precision="float32", device="a100"))
+    assert "path: scaled_exp" in explained
+    # TMA adds to float32 rows in tiles of 8.
+    arrays = x, jax.ShapeDtypeStruct((128257, 4096), jnp.float32)
+    assert "path: recompute" in str(jax_pallas.explain(*arrays, head_precision="float32", device="h200"))
+
+
+def plan(n: int, d: int, v: int, implementation: str, budget: int) -> ExecutionPlan:
+    key = {"stage": "loss_and_gradients", "vocab_axis": 0, "classes": v, "label_smoothing": 0.0, "statistics": 0}
+    flags = dict.fromkeys(("softcap", "entropy", "d_bias"), False) | dict.fromkeys(("d_input", "d_weight"), True)
+    layouts = {"input": MatrixLayout((n, d), 2, "bfloat16"), "linear_weight": MatrixLayout((v, d), 4, "float32")}
+    device = DeviceInfo("cuda", 90, 132, "h200") if implementation == "mosaic" else DeviceInfo("cuda", 80, 108, "a100")
+    options: Arrays = {**key, **flags, **layouts, "memory_budget": budget, "implementation": implementation}
+    return make_plan(PlanKey(**options, device=device, splits_head=True))
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "pallas_triton"])
+def test_vocabulary_chunks_are_whole_tiles_and_fit_any_budget(implementation: str) -> None:
+    """So the sums over class blocks, and with them the log-probabilities, have the same bits for any budget."""
+    with pytest.raises(ValueError, match="memory_budget must be at least") as refused:
+        plan(8192, 4096, 128256, implementation, 2**20)
+    least = int(re.findall(r"least (\d+) bytes", str(refused.value))[0])
+    for budget in (least, 2**26, 2**28, DEFAULT_MEMORY_BUDGET, 2**32):
+        found = plan(8192, 4096, 128256, implementation, budget)
+        assert found.path == "scaled_exp"
+        assert found.tile is not None
+        config = found.scaled_exp_config
+        assert config.bytes <= budget
+        assert config.head_rows % found.tile.block_v == 0
+        assert 2 * 2 * 4096 * config.head_rows <= max(CAST_BYTES, 2 * 2 * 4096 * found.tile.block_v)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        plan(8192, 4096, 128256, implementation, least - 1)
+
+
+def test_kernels_store_the_exponentials_of_a_split_head() -> None:
+    """Three chunks of rows. The vocabulary chunks of d_input overlap."""
+    arrays, names = float32_head(150, 32, 320), ("input", "linear_weight")
+    options: Arrays = {"head_precision": "float32", "memory_budget": 100_000}
+    explained = str(jax_pallas.explain(*(arrays[name] for name in names), implementation="pallas_triton", **options))
+    assert "path: scaled_exp" in explained
+    assert "chunks: 3 of" in explained
+
+    def loss(of: Arrays, implementation: str) -> Array:
+        return total("mean", arrays | of, implementation=implementation, **options)
+
+    given = {name: arrays[name] for name in names}
+    found, want = (jax.value_and_grad(loss)(given, one) for one in ("pallas_triton", "chunked"))
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-6)  # of one half it would be off by 1e-3
+    for name in names:
+        got, value = (np.asarray(one[1][name].astype(jnp.float32), np.float64) for one in (found, want))
+        assert np.linalg.norm(got - value) <= 4e-3 * np.linalg.norm(value), name
 
 
 @pytest.mark.parametrize(

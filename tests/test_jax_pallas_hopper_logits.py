@@ -12,6 +12,7 @@ from jax import Array
 
 from jax_pallas import hopper_common, hopper_logits
 from jax_pallas.launch import hopper_limits
+from jax_pallas.problem import halves
 from jax_pallas.row_math import first_of_largest
 from jax_pallas.tile_config import HALF, cdiv, padded
 from linear_ce.statistics import ENTROPY, OF_LOGITS
@@ -136,13 +137,15 @@ def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
     assert error <= tolerance, f"error is {error / tolerance:.0%} of its budget"
 
 
-def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None = None, **options: Any) -> Any:
+def run_exponentials(
+    call: Call, drawn: dict[str, Array], target: Array | None = None, launcher: Any = None, **options: Any
+) -> Any:
     """Returns e, the sums, largest logits and target values of all blocks together, and the other statistics."""
     options = {"stores": True, "statistics": OF_LOGITS, **options}
     bias = drawn["bias"] if call.bias else None
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
     places = hopper_logits.chunk_places(target, call.classes, call.rows, 1)[0]
-    found = hopper_logits.exponentials(
+    found = (launcher or hopper_logits.exponentials)(
         drawn["x"],
         drawn["w"],
         bias,
@@ -175,12 +178,37 @@ def check_targets(
         close(array, np.where(np.asarray(target) >= 0, at_target, 0.0), FLOAT32)
 
 
-@pytest.mark.parametrize("name", cases(CALLS, ("options",)))
+def in_parts(x: Array, w: Array, *values: Any, classes: int, vocab_axis: int, **options: Any) -> Any:
+    """Returns the results of `hopper_logits.exponentials` for a float32 head, which is split, in parts of two class
+    blocks. The first part is computed last, and class block 1 twice."""
+    blocks, size = cdiv(classes, hopper_common.BLOCK_V), 2 * hopper_common.BLOCK_V
+    kinds = {name: options[name] for name in ("rows", "stores", "statistics")}
+    found = hopper_logits.nothing_yet(classes=classes, **kinds)
+    for first_block in (blocks - 2, 0):
+        first = first_block * hopper_common.BLOCK_V
+        start = min(first, w.shape[vocab_axis] - size)
+        both = halves(jax.lax.slice_in_dim(w, start, start + size, axis=vocab_axis), x.dtype, 1 - vocab_axis)
+        part = hopper_logits.HeadPart(jnp.int32(first_block), jnp.int32(first - start), found)
+        options |= {"classes": classes, "vocab_axis": vocab_axis, "blocks": 2}
+        found = jax.block_until_ready(hopper_logits.exponentials_of_part(x, both, *values, part, **options))
+    return hopper_logits.to_exponentials(found)
+
+
+SPLIT_HEADS = {
+    "split": Call(90, 64, 500, rows=70, start=9, classes=490, bias=True, softcap=3.0),
+    "transposed split": Call(70, 128, 512, rows=70, classes=500, vocab_axis=1),
+}
+
+
+@pytest.mark.parametrize("name", cases([*CALLS, *SPLIT_HEADS], ("options", "split")))
 def test_exponentials(name: str) -> None:
-    call = CALLS[name]
+    call = {**CALLS, **SPLIT_HEADS}[name]
     drawn = call.drawn()
+    if name in SPLIT_HEADS:  # more bits than bfloat16 has
+        drawn["w"] = drawn["w"].astype(jnp.float32) * (1 + 2.0**-10)
     target = jnp.where(drawn["target"] < call.classes, drawn["target"], -1)
-    e, sums, tops, *of_target, others = run_exponentials(call, drawn, target=target)
+    launcher = in_parts if name in SPLIT_HEADS else None
+    e, sums, tops, *of_target, others = run_exponentials(call, drawn, target=target, launcher=launcher)
     assert e is not None
     assert tops is not None
     logits = call.logits(drawn)
