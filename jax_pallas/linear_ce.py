@@ -170,9 +170,10 @@ def linear_cross_entropy(
             and those too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
-            and two for d_input, so five instead of three. The kernels compute the logits of a float32 head twice,
-            so here they take seven. So do reduction "none" and log-probabilities. A weight is off by at most 2**-17 of
-            its value, in place of 2**-9. d_weight is float32 in both cases.
+            and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
+            "none", log-probabilities, and sizes for which the kernels store no exponentials: `explain` names the
+            matmuls). A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is float32 in both
+            cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).

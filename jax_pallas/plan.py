@@ -67,7 +67,8 @@ class ExecutionPlan:
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
             rows, the logits of the forward pass, which has a plan of its own, come first.
-        casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
+        casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time. A copy of a split
+            head has both parts side by side.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
         d_weight_kernel: whether our kernel computes d_weight, or XLA's GEMM.
@@ -271,8 +272,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         copies = key.splits_head and (hopper or key.d_input)  # the other kernels of the logits split the head
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, copies,
-            vocab_chunks_in_place=vocab_chunks_in_place,
-            d_input_kernel=multiplies and not key.splits_head, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
+            vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=multiplies and not key.splits_head,
+            d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
         )  # fmt: skip
     d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into
     chunks = tile_config.choose_recomputed(

@@ -22,6 +22,10 @@ weights in the steps after it.
 At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first two steps, in any
 dtype. It stores only the sums.
 
+A float32 head may be split in two matrices of the input's dtype: (39). The Hopper kernels of the logits and the matmul
+of d_input take both halves of a vocabulary chunk, a copy. The other kernels split the head as they read it. d_weight is
+float32 then.
+
 The memory of d_input holds the rows of the input, with zeros in rows that do not contribute, until a chunk's rows of
 d_input replace them. So a chunk takes little memory besides its exponentials.
 """
@@ -550,11 +554,11 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, hel
         most = plan.scaled_exp_config.d_input_bytes
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
     w_target = target_rows(problem, part.of(rows.target).clip(0))
-    d_input = rho[:, None] * _times_head(problem, e, len(rho)) + theta[:, None] * w_target.astype(jnp.float32)
+    d_input = rho[:, None] * times_head(problem, e, len(rho)) + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0)[: chunk.size])
 
 
-def _times_head(problem: Problem, e: Array, rows: int) -> Array:
+def times_head(problem: Problem, e: Array, rows: int) -> Array:
     """Returns the matmul of the exponentials of so many rows and the head, (rows, D) float32. Of a split head both
     halves are multiplied, one vocabulary chunk at a time."""
     axis = problem.vocab_axis

@@ -567,6 +567,7 @@ SMOOTHING = (
 )
 INTO, JAX_INTO = ("tests/test_core_triton_grad_into.py",), ("tests/test_jax_pallas_grad_into.py",)
 SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_jax_pallas_head_precision.py",)
+SPLIT_TILES = tests("jax_pallas_hopper_logits", "test_exponentials and split")
 SPLIT_CASES = tests("core_triton_interpreted", "edges-bfloat16 and not sm80")
 HEAD_FLOAT32 = (
     Mutation("core_triton/problem.py", "if self.adds or not first:", "if not first:", INTO),
@@ -587,7 +588,7 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", JAX_INTO),
     Mutation("jax_pallas/ops.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
     Mutation("jax_pallas/plan.py", "vocab % 8 == 0)", "True)", JAX_INTO),
-    Mutation("jax_pallas/plan.py", "d_weight_starts &= not key.grad_into", "", JAX_INTO),
+    Mutation("jax_pallas/plan.py", "not (key.grad_into or key.splits_head)", "not key.splits_head", JAX_INTO),
     Mutation(
         "jax_pallas/hopper_gradients.py",
         "if adds and not float32 else 0",
@@ -609,6 +610,19 @@ HEAD_FLOAT32 = (
     Mutation(
         "jax_pallas/chunked.py", "d_rows.reshape(len(d_rows), 2, -1).sum(1)", "d_rows[:, : x.shape[1] // 2]", JAX_SPLIT
     ),
+    Mutation("jax_pallas/kernels.py", "else halves_of(w):", "else halves_of(w)[:1]:", JAX_SPLIT),
+    Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),
+    Mutation("jax_pallas/scaled_exp.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "return total + float32_matmul(part, low, (1, axis)), None",
+        "return total, None",
+        JAX_SPLIT,
+    ),
+    Mutation("jax_pallas/scaled_exp.py", "picked if problem.spec.splits_head else", "", JAX_SPLIT),
+    Mutation("jax_pallas/tile_config.py", "* block_v)\n\n    def config", ")\n\n    def config", JAX_SPLIT),
+    Mutation("jax_pallas/hopper_tiles.py", "STEP) if repeats else k", "STEP) if False else k", SPLIT_TILES),
+    Mutation("jax_pallas/hopper_tiles.py", "class_block += own.offsets()[3]", "pass", SPLIT_TILES),
 )
 SAVED = tests("core_triton_saved", "not compile and not opcheck")
 SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")

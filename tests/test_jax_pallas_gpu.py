@@ -194,6 +194,21 @@ def reference_exponents_that_are_too_low_are_repaired() -> None:
 
 
 @checked
+def a_split_head_is_near_a_float32_head() -> None:
+    for vocab_axis, v, factor in ((0, 5008, 1), (1, 5056, 1), (0, 5008, 100)):  # the last is repaired
+        x, w, y = drawn(3000, 1024, v, vocab_axis)
+        x, w = x * factor, w.astype(jnp.float32) * (1 + 2.0**-10)  # more bits than bfloat16 has
+        want = exact(x, w, y, vocab_axis=vocab_axis)
+        for budget in (None, 2**25):  # 2**25 holds several vocabulary chunks
+            options = {"head_precision": "float32", "vocab_axis": vocab_axis, "memory_budget": budget}
+            assert "path: scaled_exp" in str(explain(x, w, implementation=IMPLEMENTATION, **options))
+            value, gradients = loss_and_gradients(**options)(x, w, y)
+            assert_close(value, want[0], 1e-5)  # 1e-3 with a head rounded to bfloat16
+            assert_close(gradients, want[1])
+            assert gradients[1].dtype == jnp.float32
+
+
+@checked
 def exported_and_read_back() -> None:
     arrays = drawn(300, 128, 1000)
     trusted = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]  # as jax.export's documentation says

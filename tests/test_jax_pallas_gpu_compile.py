@@ -201,9 +201,7 @@ def test_grad_into_makes_no_second_float32_head(shape: tuple[int, int], axis: in
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", [LLAMA, QWEN])
 @pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
-def test_a_split_head_fits(
-    implementation: str, target: str, shape: tuple[int, int], axis: int, tmp_path: Path
-) -> None:
+def test_a_split_head_fits(implementation: str, target: str, shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
     found = compile_all([("split_head", 8192, *shape, axis)], target, implementation, tmp_path)
     check(found, {"split_head": DEFAULT_MEMORY_BUDGET})
     check_kernels(tmp_path, "exponentials", "repair_kernel")

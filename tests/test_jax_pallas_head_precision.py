@@ -2,6 +2,7 @@
 parity compare values with the float64 reference."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import FUNCTIONS, gradients, problem, total
+from jax_problem import FUNCTIONS, gradients, planned, problem, total
 
 import jax_pallas
-from jax_pallas import kernels
+from jax_pallas import kernels, scaled_exp
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, MatrixLayout, PlanKey, make_plan
-from jax_pallas.problem import halves
+from jax_pallas.problem import NeedsGrad, Problem, halves, plan_of
 from jax_pallas.tile_config import CAST_BYTES
-from linear_ce.spec import DEFAULT_MEMORY_BUDGET
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
 
 Arrays = dict[str, Any]
 
@@ -143,7 +144,7 @@ def test_vocabulary_chunks_are_whole_tiles_and_fit_any_budget(implementation: st
 
 
 def test_kernels_store_the_exponentials_of_a_split_head() -> None:
-    """Three chunks of rows. The vocabulary chunks of d_input overlap."""
+    """Three chunks of rows."""
     arrays, names = float32_head(150, 32, 320), ("input", "linear_weight")
     options: Arrays = {"head_precision": "float32", "memory_budget": 100_000}
     explained = str(jax_pallas.explain(*(arrays[name] for name in names), implementation="pallas_triton", **options))
@@ -159,6 +160,23 @@ def test_kernels_store_the_exponentials_of_a_split_head() -> None:
     for name in names:
         got, value = (np.asarray(one[1][name].astype(jnp.float32), np.float64) for one in (found, want))
         assert np.linalg.norm(got - value) <= 4e-3 * np.linalg.norm(value), name
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_d_input_takes_both_halves_and_float32_rows_of_targets(vocab_axis: int) -> None:
+    """The three vocabulary chunks overlap."""
+    arrays, rows = float32_head(150, 32, 320, vocab_axis), jnp.ones(150)
+    spec = LossSpec("sum", head_precision="float32")
+    ours = Problem(**arrays, linear_bias=None, row_weight=rows, class_weight=None, spec=spec, classes=320)
+    ours = replace(ours, vocab_axis=vocab_axis)
+    needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=False)
+    ours = planned(ours, "loss_and_gradients", "pallas_triton", needs_grad, budget=100_000)
+    assert plan_of(ours).scaled_exp_config.head_rows == 128
+    e, w = jnp.asarray(np.random.default_rng(1).uniform(size=(150, 320)), jnp.bfloat16), arrays["linear_weight"]
+    w = w if vocab_axis == 0 else w.T
+    found = jax.jit(lambda e: scaled_exp.times_head(ours, e, 150))(e)
+    np.testing.assert_allclose(found, np.asarray(e, np.float64) @ np.asarray(w, np.float64), rtol=1e-5, atol=1e-3)
+    assert np.array_equal(scaled_exp.target_rows(ours, arrays["target"]), w[arrays["target"]])
 
 
 @pytest.mark.parametrize(

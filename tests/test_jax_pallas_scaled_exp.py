@@ -163,9 +163,7 @@ SPLIT_HEADS = [(141, 640, 520, 0, False), (70, 576, 500, 1, True), (21, 200, 200
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "v", "classes", "vocab_axis", "adds"), SPLIT_HEADS)
-def test_split_head(
-    n: int, v: int, classes: int, vocab_axis: int, adds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_split_head(n: int, v: int, classes: int, vocab_axis: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared with the same float32 head, which rounded to bfloat16 would be off by 2e-3."""
     interpret(monkeypatch)
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
@@ -188,7 +186,8 @@ def test_split_head(
         *by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None, statistics
     )
     np.testing.assert_allclose((loss, evaluated), (want, want), rtol=2e-5, atol=1e-7)
-    for got, value in zip(jax.tree.leaves(found._replace(nll=None)), jax.tree.leaves(exact_found._replace(nll=None)), strict=True):
+    leaves = (jax.tree.leaves(stats._replace(nll=None)) for stats in (found, exact_found))
+    for got, value in zip(*leaves, strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-4, atol=2e-5)
     assert gradients.d_weight is not None
     assert gradients.d_weight.dtype == jnp.float32
