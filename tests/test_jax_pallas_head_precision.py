@@ -39,6 +39,7 @@ def test_the_halves_have_sixteen_bits_of_a_weight(axis: int | None, jit: bool) -
     """Compiled too: XLA removes conversions to bfloat16 and back, with which the second half would be 0. Without an
     axis the function is that of the kernels."""
     w = np.random.default_rng(0).standard_normal((300, 40)).astype(np.float32) * 2.0 ** np.arange(-20, 20, dtype="f")
+    w[0] = 1 + np.arange(1, 81, 2) * 2.0**-8  # half way between two numbers of bfloat16
 
     split = split_in_kernel if axis is None else partial(halves, dtype=jnp.bfloat16, axis=axis)
     assert ("bitcast" if axis is None else "reduce_precision") in str(jax.make_jaxpr(split)(w))
