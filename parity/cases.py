@@ -493,7 +493,7 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         _BF16,
     ),
     # d_input is near the target's row of the head, so rounding that row too would show.
-    ("head_split-few", {**_SPLIT, "lead": (1,), "hidden": 256, "vocab": 128, "logit_std": 0.01}, _BF16),
+    ("head_split-few", {**_SPLIT, "lead": (1,), "hidden": 256, "vocab": 192, "logit_std": 0.01}, _BF16),
     ("head_split-frozen", {**_SPLIT, "frozen": ("linear_weight",)}, _BF16),
     ("hidden64-head_split-logits80", {**_SPLIT, "hidden": 64, "vocab": 640, "logit_std": 40.0}, _BF16),
     ("hidden64-grad_into-frozen", {**_INTO, "hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
