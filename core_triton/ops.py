@@ -401,9 +401,14 @@ def plan_a(
     hook: TokenHook | None = None,
     grad_into: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients, Tensor | None]:
-    """Runs plan A. Returns the loss, () with `reduce`, the statistics, the gradients and their scales."""
+    """Runs plan A. Returns the loss, () with `reduce`, the statistics, the gradients and their scales.
+
+    A hook that takes the entropies, where kernels store exponentials of 16 bits or nothing between the passes, is
+    called between plan B and the backward pass of plan C.
+    """
+    with_entropy = hook is not None and hook.with_entropy
     problem = _problem(
-        "loss_and_gradients",
+        "entropy_loss_and_gradients" if with_entropy else "loss_and_gradients",
         arrays,
         options,
         row_weight,
@@ -413,12 +418,25 @@ def plan_a(
         grad_into=grad_into,
     )
     plan, pair = plan_of(problem), None
+    if plan.path != "scaled_exp" and arrays.input.dtype == torch.float16 and grad_into is None:
+        pair = row_math.saved_scales(row_weight)
+    if hook is not None and hook.with_entropy and plan.path == "recompute":
+        ones = (row_weight != 0).float()  # the weighted loss of a row is then its negative log-likelihood
+        nll, found = plan_b(arrays, options, ones, statistics=statistics, reduce=False, vectors=hook.bytes)
+        hook.process(slice(None), nll, found.entropy)
+        assert hook.contributes is not None
+        coefficients = chunked.token_coefficients(problem, hook, slice(None), found.lse, found.entropy)
+        of_rows = replace(problem, row_weight=hook.contributes)
+        with library_settings(plan, arrays.input):
+            gradients = chunked.gradients(
+                _tiles(plan), of_rows, plan.chunk_config, found.lse, coefficients, needs_grad, scales=pair
+            )
+        loss = hook.loss.sum() if reduce else hook.loss
+        return loss, found, gradients, None if pair is None else torch.stack(pair)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
         else:
-            if arrays.input.dtype == torch.float16 and grad_into is None:
-                pair = row_math.saved_scales(row_weight)
             loss, found, gradients = chunked.loss_and_gradients(
                 _tiles(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
             )

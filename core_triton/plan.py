@@ -17,7 +17,15 @@ from linear_ce.cost_coefficients import COEFFICIENTS
 
 Path = Literal["scaled_exp", "recompute", "stored_logits", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
+Stage = Literal[
+    "loss_and_gradients",
+    "entropy_loss_and_gradients",  # of a token loss that takes the entropies
+    "losses",
+    "statistics",
+    "saved_rows",
+    "row_gradients",
+    "gradients",
+]
 
 
 class MatrixLayout(NamedTuple):
@@ -112,7 +120,7 @@ class ExecutionPlan:
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
-            rows, the logits of the forward pass, which has a plan of its own, come first.
+            rows, the logits of the losses, which have a plan of their own, come first.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
@@ -211,8 +219,12 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
             stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
-    if key.stage == "row_gradients":
-        plan = _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+    if key.stage == "entropy_loss_and_gradients" and (key.implementation == "chunked" or key.input.dtype == "float32"):
+        return make_plan(key._replace(stage="loss_and_gradients"))
+    if key.stage in ("row_gradients", "entropy_loss_and_gradients"):
+        # Exponentials in 16 bits do not hold the logarithms that the gradient of an entropy needs.
+        plan = None if key.entropy else _plan_a_again(key)
+        plan = plan or make_plan(key._replace(stage="gradients"))
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight

@@ -1,4 +1,4 @@
-"""The losses of `token_losses.py` and their derivatives in one kernel.
+"""The losses of `token_losses.py`, without an entropy bonus, and their derivatives in one kernel.
 
 PyTorch would compute and differentiate such a formula in some sixty small kernels, 0.2 ms for each chunk of rows on an
 H100 (benchmarks/experiments.md). A function of the caller's own still takes these.

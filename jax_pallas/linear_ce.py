@@ -332,6 +332,7 @@ def linear_token_loss(
     target: Array,
     token_loss: Callable[..., Array],
     *per_token: Array,
+    with_entropy: bool = False,
     linear_bias: Array | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -348,10 +349,12 @@ def linear_token_loss(
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
-    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots)
+    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots) \quad \text{or} \quad
+        \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, H_i, u_{i1}, u_{i2}, \ldots)
 
-    Here f is token_loss, u are per_token, t is token_weight and d is the denominator of `linear_cross_entropy`.
-    `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
+    Here f is token_loss, u are per_token, t is token_weight, H is the entropy and d is the denominator of
+    `linear_cross_entropy`. `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative
+    log-likelihood, each with an entropy bonus if it gets an entropy_weight.
 
     The gradients of a scalar reduction are computed in the forward pass: token_loss is called with some of the tokens
     at a time, and differentiated there. With reduction "none" the gradients take four matmuls: two if the head is
@@ -399,7 +402,7 @@ def linear_token_loss(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, vocab_axis, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, NO_STATS)[0]
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
 def linear_token_loss_with_stats(
@@ -409,6 +412,7 @@ def linear_token_loss_with_stats(
     token_loss: Callable[..., Array],
     *per_token: Array,
     stats: Sequence[str] = TOKEN_STATS,
+    with_entropy: bool = False,
     linear_bias: Array | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -453,7 +457,8 @@ def linear_token_loss_with_stats(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, vocab_axis, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, check_stats(stats))
+    wanted = check_stats(stats)
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
 
 def _token_loss(
@@ -462,6 +467,7 @@ def _token_loss(
     target: Array,
     token_loss: Callable[..., Array],
     per_token: tuple[Array, ...],
+    with_entropy: bool,
     options: tuple[Any, ...],
     stats: tuple[bool, ...],
 ) -> tuple[Any, TokenStats]:
@@ -556,6 +562,7 @@ def explain(
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    with_entropy: bool = False,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -570,6 +577,8 @@ def explain(
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
             head_precision: as given to the call. For log-probabilities, pass reduction "none".
+        with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
+            of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
 
@@ -616,6 +625,8 @@ def explain(
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
+        if with_entropy and reduction != "none":
+            stage = "entropy_loss_and_gradients"
     budget = check_memory_budget(memory_budget)
     needs_grad = NeedsGrad(gradients, gradients, False)
     into = grad_into is not None

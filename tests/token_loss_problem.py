@@ -39,9 +39,28 @@ def custom_in_torch(log_prob: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return u * (log_prob / 4).exp() + torch.tanh(v * log_prob / 64)
 
 
+def custom_with_entropy(p: np.ndarray, h: np.ndarray, u: np.ndarray, v: np.ndarray) -> Values:
+    loss, (d_p, d_u, d_v) = custom(p, u, v)
+    t = np.tanh(h / 4)
+    return loss - v * t * np.exp(p / 8), (
+        d_p - v * t * np.exp(p / 8) / 8,
+        -v * (1 - t**2) / 4 * np.exp(p / 8),
+        d_u,
+        d_v - t * np.exp(p / 8),
+    )
+
+
+def custom_with_entropy_in_torch(log_prob: Tensor, entropy: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    return custom_in_torch(log_prob, u, v) - v * torch.tanh(entropy / 4) * (log_prob / 8).exp()
+
+
 NAMED = {name: form.named(token_losses) for name, form in FORMS.items()}
-LOSSES: dict[str, Any] = {**NAMED, "custom": custom_in_torch}
-IN_NUMPY = {**FORMS, "custom": Form(custom, ("advantage", "ref_log_prob"), {})}
+LOSSES: dict[str, Any] = {**NAMED, "custom": custom_in_torch, "custom-entropy": custom_with_entropy_in_torch}
+IN_NUMPY = {
+    **FORMS,
+    "custom": Form(custom, ("advantage", "ref_log_prob"), {}),
+    "custom-entropy": Form(custom_with_entropy, ("advantage", "ref_log_prob"), {}, with_entropy=True),
+}
 
 
 class TokenProblem(NamedTuple):
@@ -139,6 +158,8 @@ def options_of(spec: LossSpec) -> dict[str, Any]:
 def call(problem: TokenProblem, named: dict[str, Tensor], per_token: list[Tensor], **options: Any) -> Tensor:
     named = dict(named)
     first = named.pop("input"), named.pop("linear_weight"), named.pop("target")
+    if problem.form.with_entropy and problem.token_loss not in NAMED.values():
+        options["with_entropy"] = True
     return core_triton.linear_token_loss(
         *first, problem.token_loss, *per_token, **named, **options_of(problem.spec), **options
     )
@@ -181,6 +202,7 @@ def reference(
         token_loss or problem.form,
         *problem.per_token,
         **arguments,
+        with_entropy=problem.form.with_entropy,
         spec=problem.spec,
         d_loss=upstream_of(problem),
         arithmetic=arithmetic,
