@@ -411,8 +411,7 @@ def linear_token_loss_with_stats(
 
     Args:
         stats: the names of the fields of `TokenStats` to compute. log_prob and lse cost nothing. Each of the others
-            takes a few instructions for each logit. Those besides log_prob, entropy and lse take a matmul more with a
-            loss of the entropy and reduction "none".
+            takes a few instructions for each logit.
         input: as all other arguments, see `linear_token_loss`.
 
     Returns:
@@ -609,8 +608,8 @@ def explain(
         if with_entropy and reduction != "none":
             stage = "entropy_loss_and_gradients"
     needs_grad = NeedsGrad(gradients, gradients, False)
-    given = {"grad_into": grad_into is not None, "head_precision": head_precision}
-    if check_saved_budget(saved_budget, reduction, **given) and gradients and not with_entropy:
+    given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
+    if check_saved_budget(saved_budget, reduction, **given) and gradients:
         plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
     else:
         plan = ops.plan_for(problem, stage, budget, name, needs_grad, entropy=with_entropy, device=gpu)

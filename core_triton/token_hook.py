@@ -197,7 +197,10 @@ def check_elementwise(token_loss: TokenLoss, arguments: Sequence[Tensor], *, wit
     half, even = len(number) // 2, number % 2 == 0
     others = [torch.where(even, one, 0.5 * one.flip(0) - 0.25) for one in arguments]
     of_tokens = [f"per_token[{index}]" for index in range(len(arguments) - 1 - with_entropy)]
-    names = ["loss", *(f"derivative with respect to {one}" for one in ["log_prob", *["entropy"] * with_entropy, *of_tokens])]
+    names = [
+        "loss",
+        *(f"derivative with respect to {one}" for one in ["log_prob", *["entropy"] * with_entropy, *of_tokens]),
+    ]
     expected = _results(token_loss, arguments)
 
     def of_every_second(*arguments: Tensor) -> Tensor:

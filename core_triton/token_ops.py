@@ -3,8 +3,7 @@
     `token_loss`       the sum of the rows: gradients in the forward pass, scaled in the backward pass; 3 matmuls
     `token_loss_rows`  the loss of each row: through `ops.loss` of each row; 4 matmuls, 2 with a frozen head
 
-A loss of the entropies takes 4 matmuls where the kernels are those of 16 bits, and, for each row, through
-`ops.log_probs`, 3 with a frozen head.
+A loss of the entropies takes 4 matmuls where the kernels are those of 16 bits, and, for each row, 3 with a frozen head.
 
 As in `ops.py`, a call is a `torch.autograd.Function` in eager mode, and an operator of `operators.py` under
 torch.compile. An operator takes named losses only (`token_losses.py`), because its arguments cannot hold a function.
@@ -23,7 +22,7 @@ from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics, TokenStats
 from core_triton.token_hook import TokenHook, TokenLoss
 from core_triton.token_losses import Named
-from linear_ce.statistics import BY_ROW, ENTROPY, statistics_for
+from linear_ce.statistics import BY_ROW, D_ENTROPY, ENTROPY, statistics_for
 
 
 class TokenCall(NamedTuple):
@@ -88,18 +87,16 @@ def token_loss_rows(
     with_entropy: bool,
     grad_into: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Returns the weighted token loss of each row (N,), through the log-probabilities of the rows, and the statistics
-    (N,) with these names."""
+    """Returns the weighted token loss of each row (N,), through its negative log-likelihood and perhaps its entropy, and
+    the statistics (N,) with these names."""
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
-    options, statistics = options._replace(mean=False), statistics_for(stats) | BY_ROW
-    if with_entropy:
-        log_prob, found = _log_probs(arrays, ones, options, statistics, grad_into)
-        log_prob, per_token = torch.where(contributes, log_prob, 0.0), [found.entropy, *per_token]
-    else:
-        found = ops.loss(arrays, ones, options, statistics=statistics, reduce=False, grad_into=grad_into)
-        log_prob = token_hook.log_prob_of(found.loss, contributes)
+    options, statistics = options._replace(mean=False), _statistics(stats, with_entropy)
+    found = ops.loss(arrays, ones, options, statistics=statistics, reduce=False, grad_into=grad_into)
+    log_prob = token_hook.log_prob_of(found.loss, contributes)
+    if found.entropy is not None and with_entropy:
+        per_token, found = [found.entropy, *per_token], found._replace(entropy=found.entropy.detach())
     # Selected before the function, because its derivative may be NaN in other rows, and after it.
     values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
     loss = token_hook.call(function, log_prob, values)
@@ -107,18 +104,8 @@ def token_loss_rows(
     return loss, token_stats(stats, log_prob.detach(), row_weight, found)
 
 
-def _log_probs(
-    arrays: Arrays, ones: TokenWeights, options: Options, statistics: int, grad_into: Tensor | None
-) -> tuple[Tensor, Losses]:
-    """Returns the log-probabilities (N,) and the entropies, both differentiable, among the statistics of the rows.
-    Statistics that `ops.log_probs` does not compute take another matmul."""
-    log_prob, entropy, lse, _ = ops.log_probs(arrays, options, grad_into=grad_into)
-    found = Losses(log_prob, None, lse, None, None, None, entropy, None, None)
-    if statistics & ~ops.OF_LOG_PROBS:
-        with torch.no_grad():
-            others = ops.loss(arrays, ones, options, statistics=statistics, reduce=False)
-        found = others._replace(lse=lse, entropy=entropy)
-    return log_prob, found
+def _statistics(stats: Sequence[bool], with_entropy: bool) -> int:
+    return statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
 
 
 def token_stats(
@@ -172,7 +159,7 @@ class TokenLossAndGradients(torch.autograd.Function):
 def run_token_loss(call: TokenCall) -> TokenLossResults:
     """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
     arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, with_entropy, grad_into = call
-    statistics = statistics_for(stats) | BY_ROW | ENTROPY * with_entropy
+    statistics = _statistics(stats, with_entropy)
     row_weight = ops.compute_row_weights(arrays, weights, options)
     hook = TokenHook(
         function,

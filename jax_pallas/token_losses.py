@@ -6,8 +6,8 @@ compiled once. In all equations :math:`p = \log p_{y}` is the log-probability of
 .. math:: r = e^{\,p - p_\mathrm{old}}, \qquad d = p - p_\mathrm{ref}
 
 Each function takes an `entropy_weight`, a finite number. If it is not 0, `entropy_weight * entropy` is subtracted from
-the loss of each token, with the entropy of the distribution that the model gives there. A positive weight is a bonus for
-a high entropy.
+the loss of each token, with the entropy of the distribution that the model gives there. So a positive weight is a bonus
+for a high entropy.
 """
 
 from collections.abc import Callable, Sequence

@@ -80,8 +80,7 @@ class TokenLossResult(NamedTuple):
     stats: TokenStatsResult
 
 
-# (log_prob, *per_token) or (log_prob, entropy, *per_token) -> the loss, and its derivatives with respect to each of them,
-# all (N,).
+# (log_prob, *per_token) or (log_prob, entropy, *per_token) -> the loss, and its derivatives by each of them, all (N,).
 ValueAndDerivatives = Callable[..., tuple[np.ndarray, tuple[np.ndarray, ...]]]
 
 

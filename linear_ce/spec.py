@@ -233,7 +233,12 @@ def check_memory_budget(memory_budget: int | None) -> int:
 
 
 def check_saved_budget(
-    saved_budget: int, reduction: Reduction, *, grad_into: bool, head_precision: HeadPrecision | None
+    saved_budget: int,
+    reduction: Reduction,
+    *,
+    grad_into: bool,
+    head_precision: HeadPrecision | None,
+    with_entropy: bool = False,
 ) -> int:
     """Returns the bytes that may be kept for the backward pass; raises TypeError or ValueError if it is not an int of 0
     or more, or not 0 where the reduction or another option allows no saved rows. `grad_into` is whether it is given."""
@@ -242,6 +247,10 @@ def check_saved_budget(
         raise ValueError(f"saved_budget must not be negative (bytes), got {budget}")
     if budget and grad_into:
         raise ValueError(f"saved_budget must be 0 with grad_into: saved rows are not added to it, got {budget}")
+    if budget and with_entropy:
+        raise ValueError(
+            f"saved_budget must be 0 with with_entropy: saved rows have no gradient of the entropy, got {budget}"
+        )
     if budget and head_precision == "float32":
         raise ValueError(
             f'saved_budget must be 0 with head_precision "float32": rows of a split head are not saved, got {budget}'
