@@ -12,7 +12,7 @@ from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, BudgetTooSmallError, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 
 Path = Literal["scaled_exp", "recompute", "stored_logits", "chunked"]
@@ -222,9 +222,14 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     if key.stage == "entropy_loss_and_gradients" and (key.implementation == "chunked" or key.input.dtype == "float32"):
         return make_plan(key._replace(stage="loss_and_gradients"))
     if key.stage in ("row_gradients", "entropy_loss_and_gradients"):
-        # Exponentials in 16 bits do not hold the logarithms that the gradient of an entropy needs.
+        # The exponentials in 16 bits have too few bits for the logarithms in the gradient of an entropy.
         plan = None if key.entropy else _plan_a_again(key)
-        plan = plan or make_plan(key._replace(stage="gradients"))
+        if plan is None:
+            keys = [key._replace(stage="gradients")]
+            if key.stage == "entropy_loss_and_gradients":  # the losses are part of the call
+                no_gradient = {"d_input": False, "d_weight": False, "d_bias": False, "grad_into": False}
+                keys.append(key._replace(stage="statistics", **no_gradient))
+            plan = _first_plan(keys)
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
@@ -392,6 +397,20 @@ def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str 
     else:
         return None
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"
+
+
+def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
+    """Returns the plan of the first part of a call, given all its parts. Raises the error that names the largest memory
+    budget."""
+    plans, refusals = list[ExecutionPlan](), list[BudgetTooSmallError]()
+    for key in keys:
+        try:
+            plans.append(make_plan(key))
+        except BudgetTooSmallError as refusal:
+            refusals.append(refusal)
+    if refusals:
+        raise max(refusals, key=lambda refusal: refusal.least)
+    return plans[0]
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:

@@ -87,8 +87,8 @@ def token_loss_rows(
     with_entropy: bool,
     grad_into: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Returns the weighted token loss of each row (N,), through its negative log-likelihood and perhaps its entropy, and
-    the statistics (N,) with these names."""
+    """Returns the weighted token loss of each row (N,), through its negative log-likelihood and perhaps its entropy,
+    and the statistics (N,) with these names."""
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood

@@ -490,6 +490,8 @@ TOKEN_LOSSES: dict[str, dict[str, Any]] = {
     "ppo_clip": {"bias": True, "token_weight": True, "spec": LossSpec("mean", softcap=3.0, vocab_size=130)},
     "custom": {"bias": True, "normalizer": 7.0, "spec": LossSpec("mean", logit_scale=0.5)},
     "grpo-k3": {"out_of_range": True, "spec": LossSpec("sum")},
+    "custom-entropy": {"bias": True, "token_weight": True, "spec": LossSpec("mean", softcap=3.0, vocab_size=130)},
+    "grpo-k2-entropy": {"out_of_range": True, "spec": LossSpec("sum")},
 }
 
 
@@ -590,6 +592,7 @@ def run_token_kernel() -> None:
     order, nll = torch.randperm(tokens, generator=generator)[:n], 8 * torch.rand(n, generator=generator) ** 2
     nll[row_weight[order] == 0], nll[3] = torch.nan, torch.nan
     for name, function in NAMED.items():
+        entropy = torch.rand(n, generator=generator) if function.entropy_weight else None
         arguments = torch.randn(2, tokens, 4, generator=generator)
         arguments[..., 1:] *= 0.5
         arguments[0, :, 1:] -= torch.zeros(tokens).index_put((order,), nll.nan_to_num())[:, None]
@@ -605,10 +608,11 @@ def run_token_kernel() -> None:
                         row_weight,
                         d_logits=d_logits,
                         d_per_token=[d_per_token] * len(per_token),
+                        with_entropy=entropy is not None,
                         kernels=kernels,
                     )
-                    weight = hook.process(rows, nll)
-                    full = hook.loss, hook.gradient_weight, *hook.d_per_token
+                    weight = hook.process(rows, nll, entropy)
+                    full = hook.loss, hook.gradient_weight, hook.d_entropy, hook.contributes, *hook.d_per_token
                     outputs.append([one[rows] for one in full if one is not None])
                     if d_logits:
                         assert weight is not None

@@ -2,7 +2,7 @@
 losses of parity/token_losses.py, and another one."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import core_triton
-from core_triton import token_losses
+from core_triton import chunked, token_losses
 from core_triton.token_hook import TokenHook
 from linear_ce.reference import (
     EXACT,
@@ -243,8 +243,22 @@ def assert_within_budget(problem: TokenProblem, found: dict[str, np.ndarray], ch
     assert all(share <= 100 for share in used.values()), ", ".join(f"{name} {s:.0f}%" for name, s in used.items())
 
 
+class Counted(NamedTuple):
+    """Functions that are called for each chunk of rows: token losses, and the gradients of `chunked.py`."""
+
+    calls: tuple[mock.MagicMock, ...]
+
+    @property
+    def call_count(self) -> int:
+        return max(one.call_count for one in self.calls)
+
+
 @contextmanager
-def counted_chunks() -> Iterator[Any]:
-    """Counts the calls of token losses: `call_count` of what it yields."""
-    with mock.patch.object(TokenHook, "process", autospec=True, side_effect=TokenHook.process) as process:
-        yield process
+def counted_chunks() -> Iterator[Counted]:
+    """Counts the chunks of rows of token losses: `call_count` of what it yields."""
+    patched = ((TokenHook, "process"), (chunked, "chunk_gradients"))
+    with ExitStack() as stack:
+        originals = (
+            mock.patch.object(one, name, autospec=True, side_effect=getattr(one, name)) for one, name in patched
+        )
+        yield Counted(tuple(stack.enter_context(one) for one in originals))
