@@ -520,23 +520,28 @@ def run_log_probs(dtype: str, spread: float) -> None:
     half = target.clone()
     half[torch.rand(n, generator=generator) < 0.5] = -100
 
-    def of_token_loss(target: Tensor, budget: int | None, reduction: Any = "mean") -> core_triton.TokenStats:
+    def of_token_loss(
+        target: Tensor, budget: int | None, reduction: Any = "mean", entropy_weight: float = 0.0
+    ) -> core_triton.TokenStats:
         leaves = [one.clone().requires_grad_() for one in arrays]
-        arguments: list[Any] = [*leaves, target, token_losses.weighted_nll(), torch.linspace(-1, 1, n)]
+        function = token_losses.weighted_nll(entropy_weight=entropy_weight)
+        arguments: list[Any] = [*leaves, target, function, torch.linspace(-1, 1, n)]
         options: dict[str, Any] = {"memory_budget": budget, "implementation": Running.implementation}
         return core_triton.linear_token_loss_with_stats(
             *arguments, stats=("log_prob", "lse"), reduction=reduction, **options
         )[1]
 
     least = least_budget(lambda budget: of_token_loss(target, budget))
-    for name, y, budget, reduction in (
-        ("all rows", target, None, "mean"),
-        ("rows", target, None, "none"),
-        ("least budget", target, least, "mean"),
-        ("half of the rows", half, None, "mean"),
-        ("half of the rows, least budget", half, 2 * least, "mean"),
+    for name, y, budget, reduction, entropy_weight in (
+        ("all rows", target, None, "mean", 0.0),
+        ("rows", target, None, "none", 0.0),
+        ("least budget", target, least, "mean", 0.0),
+        ("half of the rows", half, None, "mean", 0.0),
+        ("half of the rows, least budget", half, 2 * least, "mean", 0.0),
+        ("half of the rows, entropy bonus", half, 4 * least, "mean", 0.1),
+        ("rows, entropy bonus", target, None, "none", 0.1),
     ):
-        found = of_token_loss(y, budget, reduction)
+        found = of_token_loss(y, budget, reduction, entropy_weight)
         counted = y >= 0
         assert found.log_prob is not None
         assert found.lse is not None
