@@ -287,8 +287,8 @@ class ChunkRows(NamedTuple):
     row_weight: Array  # (n,), 0 for rows that an earlier chunk has seen
 
 
-# What the gradients of a chunk's rows are multiplied by, (n,) each: that of the loss or the negative log-likelihood, and
-# that of the entropy, if it has one.
+# What the gradients of a chunk's rows are multiplied by, (n,) each: that of the loss or the log-likelihood, and that of
+# the entropy, if it has one.
 Upstream = tuple[Array, Array | None]
 
 

@@ -50,10 +50,20 @@ def focal_of_jax(log_prob: Array, gamma: Array) -> Array:
     return -((-jnp.expm1(log_prob)) ** gamma) * log_prob
 
 
+def focal_with_entropy(log_prob: np.ndarray, entropy: np.ndarray, gamma: np.ndarray) -> Values:
+    (loss, (d_log_prob, d_gamma)), t, p = focal(log_prob, gamma), np.tanh(entropy / 4), np.exp(log_prob / 8)
+    return loss - gamma * t * p, (d_log_prob - gamma * t * p / 8, gamma * (t**2 - 1) / 4 * p, d_gamma - t * p)
+
+
+def focal_with_entropy_of_jax(log_prob: Array, entropy: Array, gamma: Array) -> Array:
+    return focal_of_jax(log_prob, gamma) - gamma * jnp.tanh(entropy / 4) * jnp.exp(log_prob / 8)
+
+
 # What a call passes, and what it is compared with.
 LOSSES: dict[str, tuple[Callable[..., Array], Form]] = {
     **{name: (form.named(token_losses), form) for name, form in FORMS.items()},
     "focal": (focal_of_jax, Form(focal, ("gamma",), {})),
+    "focal-entropy": (focal_with_entropy_of_jax, Form(focal_with_entropy, ("gamma",), {}, with_entropy=True)),
 }
 
 IGNORED, EXCLUDED = slice(5, None, 9), slice(3, None, 7)  # rows with target ignore_index, rows with token_weight 0
@@ -85,23 +95,29 @@ class Call:
         # Near the log-probabilities, so that some ratios are clipped. Advantages have both signs, gamma is above 1.
         log_prob = np.where(self.contributes, self.reference().log_prob, 0.0)
         random = np.random.default_rng(1)
-        first = random.uniform(1, 2, self.n) * (1 if self.loss == "focal" else random.choice([-1, 1], self.n))
+        first = random.uniform(1, 2, self.n) * (1 if "focal" in self.loss else random.choice([-1, 1], self.n))
         drawn = [first, *(log_prob + random.normal(0, 0.3, (2, self.n)))][: len(LOSSES[self.loss][1].per_token)]
         self.per_token = [jnp.asarray(np.where(self.contributes, values, np.nan), jnp.float32) for values in drawn]
 
-    def reference(self, d_log_prob: np.ndarray | None = None, arithmetic: Arithmetic = EXACT) -> Any:
+    def reference(
+        self,
+        d_log_prob: np.ndarray | None = None,
+        d_entropy: np.ndarray | None = None,
+        arithmetic: Arithmetic = EXACT,
+    ) -> Any:
         options = {name: value for name, value in self.options.items() if name not in ("reduction", "normalizer")}
         x, w, b = (np.asarray(self.arrays[name].astype(jnp.float32)) for name in NAMES)
         w, y = (w if self.vocab_axis == 0 else w.T), np.where(self.contributes, self.arrays["target"], -100)
         given = {"linear_bias": b, "spec": LossSpec(**options), "arithmetic": arithmetic}
-        return reference_log_probs(x, w, y, d_log_prob=d_log_prob, **given)
+        return reference_log_probs(x, w, y, d_log_prob=d_log_prob, d_entropy=d_entropy, **given)
 
     def expected(self, arithmetic: Arithmetic = EXACT) -> dict[str, np.ndarray]:
         """Returns the losses of the rows, the loss and all gradients."""
         real = arithmetic.real
         per_token = [np.where(self.contributes, values, 1).astype(real) for values in self.per_token]
-        log_prob = self.reference(arithmetic=arithmetic).log_prob
-        loss, slopes = LOSSES[self.loss][1](np.where(self.contributes, log_prob, -1).astype(real), *per_token)
+        found, form = self.reference(arithmetic=arithmetic), LOSSES[self.loss][1]
+        log_prob = np.where(self.contributes, found.log_prob, -1).astype(real)
+        loss, slopes = form(log_prob, *[found.entropy] * form.with_entropy, *per_token)
         reduction = self.options.get("reduction", "mean")
         counted = (np.asarray(self.arrays["target"]) != -100).sum()
         denominator = self.options.get("normalizer", counted) if reduction == "mean" else 1
@@ -109,8 +125,9 @@ class Call:
         # An upstream gradient for each row of "none": see `run`.
         upstream = weight * (np.arange(self.n) / 8 - 1).astype(real) if reduction == "none" else weight
         d_log_prob, *d_per_token = (np.where(self.contributes, upstream * slope, 0) for slope in slopes)
+        d_entropy = d_per_token.pop(0) if form.with_entropy else None
         losses = np.where(self.contributes, weight * loss, 0)
-        found = self.reference(d_log_prob, arithmetic)
+        found = self.reference(d_log_prob, d_entropy, arithmetic)
         named = {"d_input": found.d_input, "d_weight": found.d_weight, "d_bias": found.d_bias}
         named["loss"] = losses if reduction == "none" else losses.sum()
         named["magnitude"] = np.abs(losses).sum()
@@ -119,6 +136,7 @@ class Call:
     def run(self, **options: Any) -> dict[str, np.ndarray]:
         function = LOSSES[self.loss][0]
         given: dict[str, Any] = {**self.options, **options, "vocab_axis": self.vocab_axis}
+        given["with_entropy"] = LOSSES[self.loss][1].with_entropy and not isinstance(function, token_losses.Named)
 
         def value(chosen: list[Array], per_token: list[Array]) -> tuple[Array, Array]:
             x, w, b = chosen
@@ -153,25 +171,50 @@ CHUNKED = {"memory_budget": 2**15, "implementation": "chunked"}  # at least thre
 OPTIONS: dict[str, Any] = {"softcap": 3.0, "logit_scale": 0.7, "vocab_size": 290}
 
 
-@pytest.mark.parametrize("loss", ["focal", "reinforce"])  # the other named losses are cases of parity/cases.py
+@pytest.mark.parametrize(
+    "loss", ["focal", "focal-entropy", "reinforce"]
+)  # the other named losses are cases of parity/cases.py
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_losses(loss: str, reduction: str) -> None:
     Call(loss, options={"reduction": reduction}).check()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab_axis", "options"),
+    ("loss", "dtype", "vocab_axis", "options"),
     [
-        ("float32", 0, OPTIONS),
-        ("float32", 1, OPTIONS | {"reduction": "sum"}),
-        ("float32", 1, OPTIONS | {"reduction": "none"}),
-        ("bfloat16", 0, {"normalizer": 7.0}),
-        ("float16", 0, {"normalizer": 7.0}),
+        ("grpo-k3", "float32", 0, OPTIONS),
+        ("grpo-k3", "float32", 1, OPTIONS | {"reduction": "sum"}),
+        ("grpo-k3", "float32", 1, OPTIONS | {"reduction": "none"}),
+        ("grpo-k3", "bfloat16", 0, {"normalizer": 7.0}),
+        ("grpo-k3", "float16", 0, {"normalizer": 7.0}),
+        ("focal-entropy", "float32", 1, OPTIONS | {"reduction": "sum"}),
+        ("focal-entropy", "bfloat16", 0, OPTIONS | {"reduction": "none"}),
+        ("focal-entropy", "float16", 0, {"normalizer": 7.0}),
     ],
     ids=str,
 )
-def test_options_in_chunks(dtype: str, vocab_axis: int, options: dict[str, Any]) -> None:
-    Call("grpo-k3", dtype=dtype, vocab_axis=vocab_axis, options=options).check(3.0, **CHUNKED)
+def test_options_in_chunks(loss: str, dtype: str, vocab_axis: int, options: dict[str, Any]) -> None:
+    given = CHUNKED | ({"memory_budget": 40_000} if loss == "focal-entropy" else {})  # which takes more
+    Call(loss, dtype=dtype, vocab_axis=vocab_axis, options=options).check(3.0, **given)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "vocab_axis"),
+    [
+        ("bfloat16", OPTIONS, 0),
+        pytest.param("bfloat16", {"reduction": "none"}, 1, marks=pytest.mark.slow),
+        ("float16", {}, 0),
+        pytest.param("float32", OPTIONS, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_a_loss_of_the_entropy(dtype: str, options: dict[str, Any], vocab_axis: int) -> None:
+    call = Call("focal-entropy", n=100, dtype=dtype, vocab_axis=vocab_axis, options=options)
+    given: dict[str, Any] = {"implementation": "pallas_triton", "memory_budget": 40_000}
+    of_call = {"vocab_axis": vocab_axis, "reduction": options.get("reduction", "mean"), "with_entropy": True}
+    plan = explain(call.arrays["input"], call.arrays["linear_weight"], **of_call, **given).plan
+    assert (plan.path, plan.matmuls[0]) == ("recompute", "logits of the losses")
+    assert plan.chunks.rows < 50
+    call.check(3.0, **given)
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
