@@ -120,7 +120,7 @@ class ExecutionPlan:
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
-            rows, the logits of the losses, which have a plan of their own, come first.
+            rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.

@@ -74,7 +74,7 @@ class ExecutionPlan:
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
-            rows, the logits of the losses, which have a plan of their own, come first.
+            rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
