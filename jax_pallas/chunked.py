@@ -287,11 +287,6 @@ class ChunkRows(NamedTuple):
     row_weight: Array  # (n,), 0 for rows that an earlier chunk has seen
 
 
-# What the gradients of a chunk's rows are multiplied by, (n,) each: that of the loss or the log-likelihood, and that of
-# the entropy, if it has one.
-Upstream = tuple[Array, Array | None]
-
-
 def loss_and_gradients(
     tiles: Tiles,
     problem: Problem,
@@ -305,10 +300,13 @@ def loss_and_gradients(
 
     def middle(
         rows: ChunkRows, part: RowStatistics, nothing: None
-    ) -> tuple[tuple[Array, RowStatistics], Upstream, None]:
+    ) -> tuple[tuple[Array, RowStatistics], Coefficients, None]:
         target, row_weight = rows.target, rows.row_weight
         loss = row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
-        return (loss, part), (row_weight, None), nothing
+        coefficients = row_math.loss_coefficients(
+            problem.spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
+        )
+        return (loss, part), coefficients, nothing
 
     (loss, parts), gradients, _ = _plan_a(tiles, problem, config, needs_grad, scales, middle, None, statistics)
     return loss, parts, gradients
@@ -331,13 +329,13 @@ def token_loss_and_gradients(
 
     def middle(
         rows: ChunkRows, part: RowStatistics, d_closure: tuple[Array | None, ...]
-    ) -> tuple[tuple[TokenRows, RowStatistics | None], Upstream, tuple[Array | None, ...]]:
+    ) -> tuple[tuple[TokenRows, RowStatistics | None], Coefficients, tuple[Array | None, ...]]:
         assert part.nll is not None
         entropy = part.entropy if statistics & D_ENTROPY else None
         found = hook.of_chunk(rows.chunk, 0.0 - part.nll, rows.row_weight, entropy)  # -nll could be -0.0
         d_closure = jax.tree.map(jnp.add, d_closure, found.d_closure)
         of_rows = found._replace(d_closure=(), d_entropy=None), part if statistics & ~BY_ROW else None
-        return of_rows, (found.gradient_weight, found.d_entropy), d_closure
+        return of_rows, token_coefficients(problem, found, rows, part), d_closure
 
     (rows, parts), gradients, d_closure = _plan_a(
         tiles, problem, config, needs_grad, scales, middle, hook.zeros_of_closure(), statistics
@@ -351,7 +349,7 @@ def _plan_a(
     config: ChunkConfig,
     needs_grad: NeedsGrad,
     scales: tuple[Array, Array] | None,
-    middle: Callable[["ChunkRows", RowStatistics, Any], tuple[Any, "Upstream", Any]],
+    middle: Callable[["ChunkRows", RowStatistics, Any], tuple[Any, Coefficients, Any]],
     summed: Any,
     statistics: int = 0,
 ) -> tuple[Any, Gradients, Any]:
@@ -359,7 +357,7 @@ def _plan_a(
 
     Args:
         middle: takes a chunk's rows, their statistics and sums over the chunks before. Returns results of the rows,
-            (n,) each, what each row's gradients are multiplied by, and the sums.
+            (n,) each, the coefficients of their gradients, and the sums.
         summed: the sums before the first chunk.
 
     Returns:
@@ -374,13 +372,7 @@ def _plan_a(
             problem, chunk, config.first_vocab_chunk, statistics=statistics, keep=config.keeps_logits, tiles=tiles
         )
         part = row_math.finish(partial, target, row_weight, classes)
-        found, (upstream, d_entropy), summed = middle(ChunkRows(chunk, target, row_weight), part, summed)
-        coefficients = row_math.loss_coefficients(
-            problem.spec, part.lse, target, upstream, row_weight, problem.class_weight, classes
-        )
-        if d_entropy is not None:
-            assert part.entropy is not None
-            coefficients = row_math.with_entropy(coefficients, d_entropy, part.entropy)
+        found, coefficients, summed = middle(ChunkRows(chunk, target, row_weight), part, summed)
         d_rows, sums = chunk_gradients(
             problem,
             chunk,
@@ -399,6 +391,16 @@ def _plan_a(
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum), summed)
     (d_input, sums, summed), found = over_slices(body, start, problem.tokens, config.rows)
     return found, Gradients(d_input, *sums.result(problem)), summed
+
+
+def token_coefficients(problem: Problem, found: TokenRows, rows: ChunkRows, part: RowStatistics) -> Coefficients:
+    """Returns the coefficients of rows, given the results of their token losses and their statistics."""
+    coefficients = row_math.loss_coefficients(
+        problem.spec, part.lse, rows.target, found.gradient_weight, rows.row_weight, None, problem.classes
+    )
+    if found.d_entropy is None or part.entropy is None:
+        return coefficients
+    return row_math.with_entropy(coefficients, found.d_entropy, part.entropy)
 
 
 def gradients(

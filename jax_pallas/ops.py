@@ -492,13 +492,9 @@ def _token_plan_a(
     if token.with_entropy and plan.path == "recompute":
         nll, found = _plan_b(token.options, _unweighted(token.options, of_call), platform)
         log_prob = 0.0 - nll
-        rows = token_loss.of_chunk(Slice(0, problem.tokens, None), log_prob, problem.row_weight, found.entropy)
-        coefficients = row_math.loss_coefficients(
-            problem.spec, found.lse, problem.target, rows.gradient_weight, problem.row_weight, None, problem.classes
-        )
-        assert found.entropy is not None
-        assert rows.d_entropy is not None
-        coefficients = row_math.with_entropy(coefficients, rows.d_entropy, found.entropy)
+        every = chunked.ChunkRows(Slice(0, problem.tokens, None), problem.target, problem.row_weight)
+        rows = token_loss.of_chunk(every.chunk, log_prob, problem.row_weight, found.entropy)
+        coefficients = chunked.token_coefficients(problem, rows, every, found)
         gradients = chunked.gradients(
             _tiles(plan), problem, plan.chunk_config, found.lse, coefficients, needs_grad, scales
         )

@@ -386,7 +386,7 @@ TOKEN_LOSSES = (
     ),
     Mutation("core_triton/token_ops.py", "(one * d_loss).to(dtype)", "one.to(dtype)", TORCH_TOKENS),
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
-    Mutation("core_triton/chunked.py", "target, differentiated.row_weight[chunk]", "target, row_weight", TORCH_TOKENS),
+    Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
     Mutation("core_triton/scaled_exp.py", "hook.process(order,", "hook.process(chunk,", KERNEL_TOKENS),
     Mutation(
         "core_triton/scaled_exp.py",
@@ -708,9 +708,9 @@ ENTROPY_LOSSES = (
         "jax_pallas/ops.py", "coefficients, needs_grad, scales\n", "coefficients, needs_grad\n", JAX_KERNELS_OF_ENTROPY
     ),
     Mutation(
-        "jax_pallas/ops.py",
-        "rows.gradient_weight, problem.row_weight, None",
-        "problem.row_weight, problem.row_weight, None",
+        "jax_pallas/chunked.py",
+        "found.gradient_weight, rows.row_weight, None",
+        "rows.row_weight, rows.row_weight, None",
         JAX_KERNELS_OF_ENTROPY,
     ),
 )
