@@ -22,7 +22,7 @@ LSE = 32
 BY_ROW = 64
 
 # Not a statistic: the entropy, which is then one of the statistics, is differentiated.
-D_ENTROPY = 128
+D_ENTROPY = 256
 
 OF_LOGITS = MAX | ARGMAX | ENTROPY | LOGIT_SUM | SQUARES
 
