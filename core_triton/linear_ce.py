@@ -11,6 +11,8 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
+A token loss of the entropies takes 4 matmuls in the kernels for 16 bits, and 3 with a frozen head and reduction "none".
+
 With a `saved_budget`, `saved_ops.py` runs losses of rows and log-probabilities: 3 matmuls for the rows that it holds.
 
 The files of a call, in order: this one, `arguments.py`, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then
@@ -34,7 +36,7 @@ from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
 from linear_ce.gpus import gpu_named
-from linear_ce.spec import HeadPrecision, Reduction, check_saved_budget
+from linear_ce.spec import HeadPrecision, Reduction, check_flag, check_saved_budget
 from linear_ce.statistics import LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 
@@ -308,6 +310,7 @@ def linear_token_loss(
     target: Tensor,
     token_loss: TokenLoss,
     *per_token: Tensor,
+    with_entropy: bool = False,
     linear_bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -323,14 +326,18 @@ def linear_token_loss(
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
-    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots)
+    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots) \quad \text{or} \quad
+        \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, H_i, u_{i1}, u_{i2}, \ldots)
 
-    Here f is token_loss, u are per_token, t is token_weight and d is the denominator of `linear_cross_entropy`.
-    `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
+    Here f is token_loss, u are per_token, t is token_weight, H is the entropy and d is the denominator of
+    `linear_cross_entropy`. `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative
+    log-likelihood, each with an entropy bonus if it gets an entropy_weight.
 
     The forward pass calls token_loss and differentiates it with autograd, for one chunk of rows at a time. With
     reduction "none" the upstream gradients are not known there, and the backward pass computes the logits again: four
-    matmuls, or two if the head is frozen.
+    matmuls, or two if the head is frozen. A loss that takes the entropy takes four matmuls in the kernels for 16-bit
+    inputs, because they store too few bits for its gradient; with reduction "none" it takes four, or three if the head
+    is frozen. `explain(..., with_entropy=True)` prints them.
 
     Args:
         token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss of PyTorch operations.
@@ -342,6 +349,9 @@ def linear_token_loss(
             graph. Any other function breaks the graph.
         per_token: (...) each, target's shape, any floating-point dtype. token_loss receives them as float32. Those
             that require grad get a gradient of their dtype.
+        with_entropy: whether token_loss is a function (log_prob, entropy, *per_token) -> loss of the entropy of the
+            distribution of each token too. It is differentiated with respect to both. Leave it False for a loss of
+            `token_losses`, which takes the entropy if it has an entropy_weight.
         reduction: "mean", "sum" or "none".
         memory_budget: bytes of workspace besides inputs, gradients and what token_loss allocates; None is 512 MiB.
         input: as all other arguments, see `linear_cross_entropy`.
@@ -371,7 +381,7 @@ def linear_token_loss(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, NO_STATS)[0]
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
 def linear_token_loss_with_stats(
@@ -381,6 +391,7 @@ def linear_token_loss_with_stats(
     token_loss: TokenLoss,
     *per_token: Tensor,
     stats: Sequence[str] = TOKEN_STATS,
+    with_entropy: bool = False,
     linear_bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -424,7 +435,8 @@ def linear_token_loss_with_stats(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, check_stats(stats))
+    wanted = check_stats(stats)
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
 
 def _token_loss(
@@ -433,12 +445,14 @@ def _token_loss(
     target: Tensor,
     token_loss: TokenLoss,
     per_token: tuple[Tensor, ...],
+    with_entropy: bool,
     options: tuple[Any, ...],
     stats: tuple[bool, ...],
 ) -> tuple[Tensor, TokenStats]:
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
-    arguments = input, linear_weight, target, token_loss, per_token, options, stats
+    with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
+    arguments = input, linear_weight, target, token_loss, per_token, with_entropy, options, stats
     if torch.compiler.is_compiling() and not isinstance(token_loss, Named):
         from core_triton.compiling import call_between_graphs  # loads torch._dynamo
 
@@ -450,7 +464,8 @@ def _token_loss(
     call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into)
     flat = check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
-    loss, found = _run(run, *call[1:4], token_loss, flat, stats, grad_into=call.grad_into)
+    of_call = *call[1:4], token_loss, flat, stats
+    loss, found = _run(run, *of_call, with_entropy=with_entropy, grad_into=call.grad_into)
     return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
 
 
@@ -479,7 +494,7 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
         )
 
 
-def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
+def check_token_loss(token_loss: TokenLoss, *per_token: Tensor, with_entropy: bool = False) -> None:
     """Raises if a token loss is not elementwise; reads its values, so it waits for the device.
 
     `linear_token_loss` calls the function with some tokens at a time, in any order, and checks only the shape and dtype
@@ -488,8 +503,9 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
 
     Args:
         token_loss: as in `linear_token_loss`.
-        per_token: (...) each, the values to try, of two tokens or more. The log-probabilities are made up. Without
-            per_token there are 64 tokens.
+        per_token: (...) each, the values to try, of two tokens or more. The log-probabilities, and the entropies, are
+            made up. Without per_token there are 64 tokens.
+        with_entropy: as in `linear_token_loss`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_token_loss`.
@@ -506,9 +522,13 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
     if not isinstance(tokens, Tensor) or tokens.numel() < 2:
         raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got {_shape_or_kind(tokens)}")
     flat = check_per_token(token_loss, per_token, tokens, "per_token[0]")
+    with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
     number = torch.arange(1, tokens.numel() + 1, device=tokens.device)
     log_prob = -8.0 * torch.frac(0.618 * number)  # between 0 and -8, in no order
-    token_hook.check_elementwise(token_loss, [log_prob, *(one.detach().float() for one in flat)])
+    arguments = [log_prob, *(one.detach().float() for one in flat)]
+    if with_entropy:
+        arguments.insert(1, 6.0 * torch.frac(0.732 * number))
+    token_hook.check_elementwise(token_loss, arguments, with_entropy=with_entropy)
 
 
 def _shape_or_kind(value: Any) -> str:
@@ -529,6 +549,7 @@ def explain(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    with_entropy: bool = False,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -541,6 +562,8 @@ def explain(
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
             head_precision: as given to the call. For log-probabilities, pass reduction "none".
+        with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
+            of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -573,6 +596,7 @@ def explain(
     spec = spec_of(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     check_grad_into(grad_into, input, linear_weight, explains=True)
+    check_flag("with_entropy", with_entropy)
     named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
     classes, budget, name = decide(spec, input.device, infos, memory_budget, implementation, gpu)
@@ -581,12 +605,14 @@ def explain(
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
+        if with_entropy and reduction != "none":
+            stage = "entropy_loss_and_gradients"
     needs_grad = NeedsGrad(gradients, gradients, False)
-    given = {"grad_into": grad_into is not None, "head_precision": head_precision}
+    given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
     if check_saved_budget(saved_budget, reduction, **given) and gradients:
         plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
     else:
-        plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu)
+        plan = ops.plan_for(problem, stage, budget, name, needs_grad, entropy=with_entropy, device=gpu)
     return Explanation(*choose(input.device, implementation, gpu), plan)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import D_BLOCK, GROUP_BYTES, ROW_BLOCK
-from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, BudgetTooSmallError, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)
@@ -357,9 +357,7 @@ def choose_scaled_exp(
         if last is not None:
             return last
         least = config(least_rows, *smallest).bytes
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
-        )
+        raise BudgetTooSmallError(least, tokens, classes, budget)
     fitting = [found for found in fitting if found.splits_tiles] or fitting
     return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
 
@@ -450,9 +448,7 @@ def choose_recomputed(
         vocab_chunks.append(least_vocab_chunk)
     least = model(least_vocab_chunk).bytes(least_rows, least_vocab_chunk)
     if least > budget:
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
-        )
+        raise BudgetTooSmallError(least, tokens, classes, budget)
     narrowest = min(tokens, model(least_vocab_chunk).rows_within(budget, least_vocab_chunk))
     enough = max(least_rows, min(narrowest, max(narrowest // 2, 1)))
     vocab_chunk = next(

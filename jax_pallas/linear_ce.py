@@ -9,6 +9,8 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     log-probabilities    `log_probs`            plan C
     token loss           `token_loss_and_gradients`, or `token_losses` for "none": the plans of the first two lines
 
+A token loss of the entropies takes 4 matmuls in the kernels, and 3 with a frozen head and reduction "none".
+
 The files of a call, in order: this one, `arguments.py`, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py`
 with `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`,
 `kernels.py`, `row_kernels.py` or `target_grad.py`.
@@ -31,6 +33,7 @@ from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
 from jax_pallas.row_math import TokenStats
+from jax_pallas.token_hook import takes_entropy
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
@@ -38,11 +41,13 @@ from linear_ce.spec import (
     LossSpec,
     Reduction,
     check_arrays,
+    check_flag,
     check_memory_budget,
     check_saved_budget,
 )
 from linear_ce.statistics import (
     BY_ROW,
+    D_ENTROPY,
     ENTROPY,
     LSE,
     MAX,
@@ -332,6 +337,7 @@ def linear_token_loss(
     target: Array,
     token_loss: Callable[..., Array],
     *per_token: Array,
+    with_entropy: bool = False,
     linear_bias: Array | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -348,14 +354,18 @@ def linear_token_loss(
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
-    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots)
+    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots) \quad \text{or} \quad
+        \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, H_i, u_{i1}, u_{i2}, \ldots)
 
-    Here f is token_loss, u are per_token, t is token_weight and d is the denominator of `linear_cross_entropy`.
-    `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
+    Here f is token_loss, u are per_token, t is token_weight, H is the entropy and d is the denominator of
+    `linear_cross_entropy`. `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative
+    log-likelihood, each with an entropy bonus if it gets an entropy_weight.
 
     The gradients of a scalar reduction are computed in the forward pass: token_loss is called with some of the tokens
     at a time, and differentiated there. With reduction "none" the gradients take four matmuls: two if the head is
-    frozen.
+    frozen. A loss that takes the entropy takes four matmuls in the kernels, because they store too few bits for its
+    gradient; with reduction "none" it takes four, or three if the head is frozen. `explain(..., with_entropy=True)`
+    prints them.
 
     Args:
         token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss that takes and returns
@@ -366,6 +376,9 @@ def linear_token_loss(
             1e-4 to 1e4, because the gradients are stored before the upstream gradient is known.
         per_token: (...) each, target's shape, any floating-point dtype. token_loss receives them as float32, without
             the values in rows that do not contribute. Their gradients have their dtypes.
+        with_entropy: whether token_loss is a function (log_prob, entropy, *per_token) -> loss of the entropy of the
+            distribution of each token too. It is differentiated with respect to both. Leave it False for a loss of
+            `token_losses`, which takes the entropy if it has an entropy_weight.
         token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
             Rows of weight 0 do not contribute: their input and per_token may hold any values.
         reduction: "mean", "sum" or "none".
@@ -399,7 +412,7 @@ def linear_token_loss(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, vocab_axis, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, NO_STATS)[0]
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
 def linear_token_loss_with_stats(
@@ -409,6 +422,7 @@ def linear_token_loss_with_stats(
     token_loss: Callable[..., Array],
     *per_token: Array,
     stats: Sequence[str] = TOKEN_STATS,
+    with_entropy: bool = False,
     linear_bias: Array | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -453,7 +467,8 @@ def linear_token_loss_with_stats(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, vocab_axis, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, check_stats(stats))
+    wanted = check_stats(stats)
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
 
 def _token_loss(
@@ -462,6 +477,7 @@ def _token_loss(
     target: Array,
     token_loss: Callable[..., Array],
     per_token: tuple[Array, ...],
+    with_entropy: bool,
     options: tuple[Any, ...],
     stats: tuple[bool, ...],
 ) -> tuple[Any, TokenStats]:
@@ -469,9 +485,12 @@ def _token_loss(
     head_precision, memory_budget, implementation, vocab_axis, grad_into = rest
     spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics_for(stats) | BY_ROW)
+    with_entropy = takes_entropy(token_loss, with_entropy)
+    statistics = statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
+    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics)
     flat = check_per_token(token_loss, per_token, call.leading, "target's")
-    function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
+    arguments = with_entropy + len(per_token)
+    function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
     scalar = spec.reduction != "none"
     if call.tokens == 0:
         loss = _with_total(jnp.zeros(() if scalar else call.leading, jnp.float32), call.grad_into)
@@ -480,7 +499,7 @@ def _token_loss(
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
         )
         return loss, TokenStats(*empty)
-    token = ops.TokenOptions(call.options, function, len(flat), stats)
+    token = ops.TokenOptions(call.options, function, len(flat), stats, with_entropy)
     operands = (*call.arrays, *flat, *values_of_closure())
     loss, *found = (ops.token_loss_and_gradients if scalar else ops.token_losses)(token, *operands)
     rest = iter(found)
@@ -519,7 +538,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         )
 
 
-def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> None:
+def check_token_loss(token_loss: Callable[..., Array], *per_token: Array, with_entropy: bool = False) -> None:
     """Raises if a token loss is not elementwise. `linear_token_loss` makes the same check at each trace.
 
     The function is traced and not run, so no value is read.
@@ -527,6 +546,7 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> Non
     Args:
         token_loss: as in `linear_token_loss`.
         per_token: (...) each, arrays of the shape of its arguments.
+        with_entropy: as in `linear_token_loss`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_token_loss`.
@@ -538,7 +558,8 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> Non
     """
     leading = np.shape(per_token[0]) if per_token else (2,)
     flat = check_per_token(token_loss, per_token, leading, "per_token[0]'s")
-    elementwise.trace_token_loss(token_loss, math.prod(leading), len(flat))
+    arguments = takes_entropy(token_loss, with_entropy) + len(flat)
+    elementwise.trace_token_loss(token_loss, math.prod(leading), arguments)
 
 
 def explain(
@@ -556,6 +577,7 @@ def explain(
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    with_entropy: bool = False,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -570,6 +592,8 @@ def explain(
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
             head_precision: as given to the call. For log-probabilities, pass reduction "none".
+        with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
+            of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
 
@@ -616,14 +640,18 @@ def explain(
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
+        if with_entropy and reduction != "none":
+            stage = "entropy_loss_and_gradients"
     budget = check_memory_budget(memory_budget)
     needs_grad = NeedsGrad(gradients, gradients, False)
     into = grad_into is not None
-    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
+    check_flag("with_entropy", with_entropy)
+    given = {"grad_into": into, "head_precision": head_precision, "with_entropy": with_entropy}
+    saved_budget = check_saved_budget(saved_budget, reduction, **given)
     if saved_budget and gradients:
         plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
         return Explanation(*chosen, plan)
-    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info)
+    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info, entropy=with_entropy)
     return Explanation(*chosen, plan)
 
 

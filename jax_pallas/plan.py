@@ -13,13 +13,21 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, BudgetTooSmallError, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
+Stage = Literal[
+    "loss_and_gradients",
+    "entropy_loss_and_gradients",  # of a token loss that takes the entropies
+    "losses",
+    "statistics",
+    "saved_rows",
+    "row_gradients",
+    "gradients",
+]
 
 
 class MatrixLayout(NamedTuple):
@@ -66,7 +74,7 @@ class ExecutionPlan:
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
-            rows, the logits of the forward pass, which has a plan of its own, come first.
+            rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
@@ -153,8 +161,17 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
             stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
-    if key.stage == "row_gradients":
-        plan = _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+    if key.stage == "entropy_loss_and_gradients" and key.implementation == "chunked":
+        return make_plan(key._replace(stage="loss_and_gradients"))
+    if key.stage in ("row_gradients", "entropy_loss_and_gradients"):
+        # The exponentials in 16 bits have too few bits for the logarithms in the gradient of an entropy.
+        plan = None if key.entropy else _plan_a_again(key)
+        if plan is None:
+            keys = [key._replace(stage="gradients")]
+            if key.stage == "entropy_loss_and_gradients":  # the losses are part of the call
+                no_gradient = {"d_input": False, "d_weight": False, "d_bias": False, "grad_into": False}
+                keys.append(key._replace(stage="statistics", **no_gradient))
+            plan = _first_plan(keys)
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
@@ -310,6 +327,20 @@ def why_unsaved(
     else:
         return None
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"
+
+
+def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
+    """Returns the plan of the first part of a call, given all its parts. Raises the error that names the largest memory
+    budget."""
+    plans, refusals = list[ExecutionPlan](), list[BudgetTooSmallError]()
+    for key in keys:
+        try:
+            plans.append(make_plan(key))
+        except BudgetTooSmallError as refusal:
+            refusals.append(refusal)
+    if refusals:
+        raise max(refusals, key=lambda refusal: refusal.least)
+    return plans[0]
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import D_BLOCK, ROW_BLOCK
-from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, BudgetTooSmallError, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)
@@ -349,10 +349,7 @@ def choose_scaled_exp(
         ms=ms,
     )
     if best is None:
-        raise ValueError(
-            f"memory_budget must be at least {config(least_rows).bytes} bytes for {tokens} tokens and {classes} "
-            f"classes, got {budget}"
-        )
+        raise BudgetTooSmallError(config(least_rows).bytes, tokens, classes, budget)
     return best
 
 
@@ -429,9 +426,7 @@ def choose_recomputed(
     least_rows, least_vocab_chunk = min(tokens, MIN_ROWS), vocab_chunks[-1]
     least = model(least_vocab_chunk).bytes(least_rows, least_vocab_chunk)
     if least > budget:
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
-        )
+        raise BudgetTooSmallError(least, tokens, classes, budget)
     budget = max(least, budget - min(LIBRARY_BYTES, budget // D_INPUT_FRACTION) * in_place)
     fitting = {
         vocab_chunk: min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk)) for vocab_chunk in vocab_chunks

@@ -29,6 +29,23 @@ SAVED_ROWS_MULTIPLE = 128  # rows of a tile of logits
 SAVED_ROW_BYTES, SAVED_FIXED_BYTES = 32, 4096  # the factors, the targets and the order of the rows; what aligns arrays
 
 
+class BudgetTooSmallError(ValueError):
+    """A memory budget does not hold the smallest chunk of a call.
+
+    Args:
+        least: bytes of the smallest budget that does.
+        tokens: N.
+        classes: K.
+        budget: bytes that were given.
+    """
+
+    def __init__(self, least: int, tokens: int, classes: int, budget: int) -> None:
+        super().__init__(
+            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
+        )
+        self.least = least
+
+
 @dataclass(frozen=True)
 class ChunkConfig:
     """How a call is divided into chunks.
@@ -100,9 +117,7 @@ def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int)
     least_rows, least_vocab_chunk = min(tokens, MIN_ROWS), min(classes, MIN_VOCAB_CHUNK)
     least = model.bytes(least_rows, least_vocab_chunk)
     if least > budget:
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
-        )
+        raise BudgetTooSmallError(least, tokens, classes, budget)
     whole = _largest(model, tokens, classes, budget)
     if whole.rows >= tokens or not 0 < model.float32_sum <= budget // 2:
         return whole

@@ -21,6 +21,9 @@ LSE = 32
 # it. Then its log-probability does not depend on how a call is divided, bit for bit.
 BY_ROW = 64
 
+# Not a statistic: the entropy, which is then one of the statistics, is differentiated.
+D_ENTROPY = 256
+
 OF_LOGITS = MAX | ARGMAX | ENTROPY | LOGIT_SUM | SQUARES
 
 # What each field of `TokenStats` is made from. log_prob is an argument of the token loss in any case.

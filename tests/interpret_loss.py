@@ -490,6 +490,8 @@ TOKEN_LOSSES: dict[str, dict[str, Any]] = {
     "ppo_clip": {"bias": True, "token_weight": True, "spec": LossSpec("mean", softcap=3.0, vocab_size=130)},
     "custom": {"bias": True, "normalizer": 7.0, "spec": LossSpec("mean", logit_scale=0.5)},
     "grpo-k3": {"out_of_range": True, "spec": LossSpec("sum")},
+    "custom-entropy": {"bias": True, "token_weight": True, "spec": LossSpec("mean", softcap=3.0, vocab_size=130)},
+    "grpo-k2-entropy": {"out_of_range": True, "spec": LossSpec("sum")},
 }
 
 
@@ -518,23 +520,28 @@ def run_log_probs(dtype: str, spread: float) -> None:
     half = target.clone()
     half[torch.rand(n, generator=generator) < 0.5] = -100
 
-    def of_token_loss(target: Tensor, budget: int | None, reduction: Any = "mean") -> core_triton.TokenStats:
+    def of_token_loss(
+        target: Tensor, budget: int | None, reduction: Any = "mean", entropy_weight: float = 0.0
+    ) -> core_triton.TokenStats:
         leaves = [one.clone().requires_grad_() for one in arrays]
-        arguments: list[Any] = [*leaves, target, token_losses.weighted_nll(), torch.linspace(-1, 1, n)]
+        function = token_losses.weighted_nll(entropy_weight=entropy_weight)
+        arguments: list[Any] = [*leaves, target, function, torch.linspace(-1, 1, n)]
         options: dict[str, Any] = {"memory_budget": budget, "implementation": Running.implementation}
         return core_triton.linear_token_loss_with_stats(
             *arguments, stats=("log_prob", "lse"), reduction=reduction, **options
         )[1]
 
     least = least_budget(lambda budget: of_token_loss(target, budget))
-    for name, y, budget, reduction in (
-        ("all rows", target, None, "mean"),
-        ("rows", target, None, "none"),
-        ("least budget", target, least, "mean"),
-        ("half of the rows", half, None, "mean"),
-        ("half of the rows, least budget", half, 2 * least, "mean"),
+    for name, y, budget, reduction, entropy_weight in (
+        ("all rows", target, None, "mean", 0.0),
+        ("rows", target, None, "none", 0.0),
+        ("least budget", target, least, "mean", 0.0),
+        ("half of the rows", half, None, "mean", 0.0),
+        ("half of the rows, least budget", half, 2 * least, "mean", 0.0),
+        ("half of the rows, entropy bonus", half, 4 * least, "mean", 0.1),
+        ("rows, entropy bonus", target, None, "none", 0.1),
     ):
-        found = of_token_loss(y, budget, reduction)
+        found = of_token_loss(y, budget, reduction, entropy_weight)
         counted = y >= 0
         assert found.log_prob is not None
         assert found.lse is not None
@@ -590,6 +597,7 @@ def run_token_kernel() -> None:
     order, nll = torch.randperm(tokens, generator=generator)[:n], 8 * torch.rand(n, generator=generator) ** 2
     nll[row_weight[order] == 0], nll[3] = torch.nan, torch.nan
     for name, function in NAMED.items():
+        entropy = torch.rand(n, generator=generator) if function.entropy_weight else None
         arguments = torch.randn(2, tokens, 4, generator=generator)
         arguments[..., 1:] *= 0.5
         arguments[0, :, 1:] -= torch.zeros(tokens).index_put((order,), nll.nan_to_num())[:, None]
@@ -605,10 +613,11 @@ def run_token_kernel() -> None:
                         row_weight,
                         d_logits=d_logits,
                         d_per_token=[d_per_token] * len(per_token),
+                        with_entropy=entropy is not None,
                         kernels=kernels,
                     )
-                    weight = hook.process(rows, nll)
-                    full = hook.loss, hook.gradient_weight, *hook.d_per_token
+                    weight = hook.process(rows, nll, entropy)
+                    full = hook.loss, hook.gradient_weight, hook.d_entropy, hook.contributes, *hook.d_per_token
                     outputs.append([one[rows] for one in full if one is not None])
                     if d_logits:
                         assert weight is not None

@@ -386,7 +386,7 @@ TOKEN_LOSSES = (
     ),
     Mutation("core_triton/token_ops.py", "(one * d_loss).to(dtype)", "one.to(dtype)", TORCH_TOKENS),
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
-    Mutation("core_triton/chunked.py", "target, differentiated.row_weight[chunk]", "target, row_weight", TORCH_TOKENS),
+    Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
     Mutation("core_triton/scaled_exp.py", "hook.process(order,", "hook.process(chunk,", KERNEL_TOKENS),
     Mutation(
         "core_triton/scaled_exp.py",
@@ -674,9 +674,51 @@ SAVED_ROWS = (
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
 )
+TORCH_ENTROPY = tests("core_triton_token_loss", "custom-entropy and (budget or options)")
+TORCH_BONUS = tests("core_triton_token_loss", "bonus_of_the_entropy_alone")
+KERNEL_ENTROPY = tests("core_triton_interpreted", "token_losses_in_several_chunks and float16")
+JAX_ENTROPY = tests("jax_pallas_token_loss", "focal-entropy")
+JAX_KERNELS_OF_ENTROPY = tests("jax_pallas_token_loss", "kernels_of_a_loss_of_the_entropy")
+ENTROPY_LOSSES = (
+    Mutation("core_triton/row_math.py", "alpha - d_entropy * entropy, beta", "alpha, beta", TORCH_ENTROPY),
+    Mutation("core_triton/token_hook.py", "(weight != 0) | (self.d_entropy[rows] != 0)", "(weight != 0)", TORCH_BONUS),
+    Mutation(
+        "core_triton/token_hook.py",
+        "torch.where(contributes, -entropy_weight * kept, 0.0)",
+        "torch.where(contributes, -entropy_weight * self.row_weight[rows], 0.0)",
+        tests("core_triton_interpreted", "named_token_losses_in_one_kernel"),
+    ),
+    Mutation("core_triton/ops.py", "None if upstream is None else -upstream", "upstream", TORCH_ENTROPY),
+    Mutation(
+        "core_triton/ops.py",
+        "in_forward &= not statistics & D_ENTROPY",
+        "in_forward &= True",
+        tests("core_triton_token_loss", "fewer_matmuls_with_a_frozen_head"),
+    ),
+    Mutation("core_triton/ops.py", "coefficients, needs_grad, scales=pair", "coefficients, needs_grad", KERNEL_ENTROPY),
+    Mutation(
+        "core_triton/plan.py",
+        "None if key.entropy else _plan_a_again(key)",
+        "_plan_a_again(key)",
+        tests("core_triton_errors", "matmuls_of_a_loss_of_the_entropy"),
+    ),
+    Mutation("jax_pallas/row_math.py", "alpha - d_entropy * entropy, beta", "alpha, beta", JAX_ENTROPY),
+    Mutation("jax_pallas/ops.py", "of_rows = -upstream, d_entropy", "of_rows = upstream, d_entropy", JAX_ENTROPY),
+    Mutation(
+        "jax_pallas/ops.py", "coefficients, needs_grad, scales\n", "coefficients, needs_grad\n", JAX_KERNELS_OF_ENTROPY
+    ),
+    Mutation(
+        "jax_pallas/chunked.py",
+        "found.gradient_weight, rows.row_weight, None",
+        "rows.row_weight, rows.row_weight, None",
+        JAX_KERNELS_OF_ENTROPY,
+    ),
+)
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS),
+    *ENTROPY_LOSSES,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

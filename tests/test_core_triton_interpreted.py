@@ -191,11 +191,13 @@ def test_the_heads_gradients_of_chunks_add_up(results: Results) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(("token_loss", "bfloat16", "ppo_clip", "custom", "grpo-k3"), id="token_loss-bfloat16"),
-        pytest.param(("token_loss", "float16", "ppo_clip"), id="token_loss-float16"),
-        slow("token_loss", "float32", "ppo_clip", "custom", "grpo-k3"),
-        slow("token_loss", "float16", "custom", "grpo-k3"),
-        slow("sm80", "token_loss", "bfloat16", "ppo_clip", "custom", "grpo-k3"),
+        pytest.param(
+            ("token_loss", "bfloat16", "ppo_clip", "custom", "grpo-k3", "custom-entropy"), id="token_loss-bfloat16"
+        ),
+        pytest.param(("token_loss", "float16", "ppo_clip", "custom-entropy"), id="token_loss-float16"),
+        slow("token_loss", "float32", "ppo_clip", "custom", "grpo-k3", "custom-entropy", "grpo-k2-entropy"),
+        slow("token_loss", "float16", "custom", "grpo-k3", "grpo-k2-entropy"),
+        slow("sm80", "token_loss", "bfloat16", "ppo_clip", "custom", "grpo-k3", "custom-entropy", "grpo-k2-entropy"),
     ],
 )
 def test_token_losses_in_several_chunks(results: Results) -> None:

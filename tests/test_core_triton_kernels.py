@@ -551,6 +551,18 @@ def test_workspace_on_other_gpus_is_within_budget(arch: int, plan: str) -> None:
     assert_within(arch, Call(plan, "llama3-8b"), DEFAULT)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_workspace_of_a_loss_of_the_entropy_is_within_budget(dtype: torch.dtype) -> None:
+    shape, budget = SHAPES["qwen2.5-0.5b"], 2**28
+    with fake_gpu(90):
+        leaves = [array(rows, shape.d, dtype=dtype).requires_grad_() for rows in (shape.n, shape.v)]
+        arguments: list[Any] = [*leaves, array(shape.n, dtype=torch.int64), named_losses.grpo(entropy_weight=0.1)]
+        arguments += [array(shape.n) for _ in range(2)]
+        with Meter() as meter:
+            core_triton.linear_token_loss(*arguments, memory_budget=budget, implementation="triton")
+    assert meter.peak - bytes_of(*leaves) <= budget  # the gradients are as large as these
+
+
 def assert_within(arch: int, call: Call, budget: int) -> None:
     used = workspace(arch, call, budget)
     assert used <= budget, f"{call} takes {used} bytes, {used / budget:.0%} of its budget"

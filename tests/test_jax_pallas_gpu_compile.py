@@ -208,6 +208,13 @@ def test_a_token_loss_launches_little_more_and_fits(shape: tuple[int, int]) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
+def test_a_loss_of_the_entropy_fits(implementation: str, target: str) -> None:
+    found = compile_all([("token_entropy", 8192, *QWEN, 0)], target, implementation)
+    check(found, {"token_entropy": DEFAULT_MEMORY_BUDGET})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_saved_rows_are_not_copied(implementation: str, target: str, axis: int, tmp_path: Path) -> None:
     n, (d, v) = 8192, QWEN
