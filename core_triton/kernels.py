@@ -415,7 +415,8 @@ def repair_kernel(
     flag, and then there is nothing to do.
 
     With BY_ROW, top is inf for the rows of which no sum is too large (`row_statistics.keep_rows`). They keep their
-    reference exponents and the results of `exponentials_kernel`. So these do not depend on the other rows of the block.
+    reference exponents and the results of `exponentials_kernel`, e too, whose last bits other instructions computed. So
+    these do not depend on the other rows of the block.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles, found = row_blocks * class_blocks, flagged(flag_ptr, row_blocks) * class_blocks
@@ -468,6 +469,9 @@ def repair_kernel(
                 if STORES:
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+                    if BY_ROW:
+                        before = load_block(e_matrix, e_stride, row, column, rows, classes, BLOCK_N, BLOCK_V)
+                        exponentials = tl.where(redone[:, None], exponentials.to(before.dtype), before)
                     store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
             else:
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
