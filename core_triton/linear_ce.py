@@ -598,7 +598,7 @@ def explain(
     classes, budget, name = decide(spec, input.device, infos, *how, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
-    stage: Stage = "losses"
+    stage: Stage = "statistics" if batch_invariant else "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
     needs_grad = NeedsGrad(gradients, gradients, False)

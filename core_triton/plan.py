@@ -170,7 +170,6 @@ class ExecutionPlan:
             "d_input": self.d_input_tiling is not None,
             "d_weight": self.d_weight_kernel,
         }
-        ours_run = [name for name in self.matmuls if ours[name.split()[0]]]
         return describe_plan(
             path=self.path,
             kernels=family,
@@ -185,10 +184,7 @@ class ExecutionPlan:
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
             others=None if others is None else (others.path, others.chunks.rows, others.tokens),
-            batch_invariant=self.batch_invariant,
-            d_input_rows=self.scaled_exp_config.d_input_rows
-            if self.batch_invariant and "d_input" in ours_run
-            else None,
+            fixed_rows=self.scaled_exp_config.d_input_rows if self.batch_invariant else None,
         )
 
 

@@ -208,6 +208,15 @@ def _schedules(rows: int, hidden: int, classes: int, programs: int) -> list[tupl
     return [(schedule, schedule.bytes) for schedule in sorted(choices, key=lambda schedule: schedule.cost)]
 
 
+FIXED_ROWS = 128  # of a tile of d_input with batch_invariant: the fewest, so that there are many tiles
+
+
+def whole_tiles(rows: int, hidden: int, classes: int, programs: int) -> SplitKSchedule:
+    """Returns a schedule with which the sum of a row of d_input does not depend on the number of rows: whole tiles of
+    one size."""
+    return schedule_of(rows, hidden, classes, FIXED_ROWS, False, programs)
+
+
 def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> int:
     """Returns the bytes that `d_input` takes in addition to its arguments, with `programs` programs and its argument
     `most`."""
@@ -267,6 +276,7 @@ def choose_scaled_exp(
     hopper: bool,
     scratch: Callable[[int, int], int],
     second_d_weight: int,
+    batch_invariant: bool = False,
     call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
@@ -289,6 +299,7 @@ def choose_scaled_exp(
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
+        batch_invariant: d_input has `whole_tiles`.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -326,7 +337,10 @@ def choose_scaled_exp(
             return None
         if not hopper:
             return chunk_cost.library_d_input(call, rows)
-        schedule = choose_schedule(rows, hidden, classes, found.d_input_bytes, call.programs)
+        if batch_invariant:
+            schedule = whole_tiles(rows, hidden, classes, call.programs)
+        else:
+            schedule = choose_schedule(rows, hidden, classes, found.d_input_bytes, call.programs)
         share = 1 - schedule.split_iters / schedule.iters_per_tile
         return chunk_cost.DInput(schedule.tile_rows, schedule.longest * STEP, share, schedule.bytes)
 
