@@ -21,7 +21,7 @@ from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
 from jax_pallas.row_kernels import CallRows
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import ENTROPY, MAX, OF_LOGITS
+from linear_ce.statistics import BY_ROW, ENTROPY, MAX, OF_LOGITS
 
 HERE = Path(__file__).parent
 COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
@@ -173,10 +173,11 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
     ours = CallProblem(problem.x, problem.w, None, of_rows, of_rows, None, spec, case.classes)
 
     @jax.jit
-    def run(flag: jax.Array) -> Any:
+    def run(flag: jax.Array, total: jax.Array | None = None) -> Any:
         sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16) if stores else None
         place = jnp.asarray([first_row, first_flag, START, ROWS], jnp.int32)
-        return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens, OF_LOGITS)
+        statistics = OF_LOGITS if total is None else OF_LOGITS | BY_ROW
+        return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens, total, statistics)
 
     rows, e, repaired = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
     ref_exponent = np.floor(problem.logits.max(1) * LOG2_E)
@@ -194,6 +195,12 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
         assert_close("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
         _, e, _ = run(jnp.asarray([1, 1, 1, 0, 1, 1], jnp.int32))
         assert (e == 7).all(), "the chunk's first flag must hold for all of its blocks"
+        lost = np.isin(np.arange(ROWS), (130, 135, 140))
+        total = jnp.where(lost, jnp.asarray([2.0**50, 2.0**-50, jnp.nan])[jnp.arange(ROWS) // 5 % 3], 1.0)
+        _, by_row, repaired = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32), total)
+        assert (by_row[~lost] == 7).all(), "the row of a block that is not repaired does not keep its exponentials"
+        assert_close("e", by_row[lost, : case.classes], (expected * problem.slope)[lost], 2.0**-8)
+        assert repaired.sums.shape[1] % 128 == 0, "the alignment of sums depends on the number of rows"
 
 
 @pytest.mark.parametrize("segment", [target_grad.SEGMENT, 256])
@@ -451,9 +458,9 @@ def compile_one(
         spec = LossSpec("sum", softcap=softcap)
         return CallProblem(x, w, bias, of_rows, of_rows, class_weight, spec, v, vocab_axis=vocab_axis)
 
-    def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any) -> Any:
+    def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any, total: Any) -> Any:
         ours = call_problem(x, w, bias)
-        return kernels.repair(ours, x, rows, place, n, e, OF_LOGITS * options)
+        return kernels.repair(ours, x, rows, place, n, e, total, (OF_LOGITS | BY_ROW) * options)
 
     def exponentials(*arrays: Any) -> Any:
         return kernels.exponentials(*arrays, **stores)
@@ -493,7 +500,7 @@ def compile_one(
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
         "exponentials": (exponentials, (x, w, classes, row, index, scalar), ()),
         "sums": (exponentials, (x, w, classes, row, index, scalar), ()),
-        "repair": (repair, (x, w, classes, rows, place, e), (3, 5)),
+        "repair": (repair, (x, w, classes, rows, place, e, maybe), (3, 5)),
         "pick": (pick, (x, w, classes, targets, of_call), ()),
         "join_blocks": (join_blocks, (rows, place, blocks, tops), (0,)),
         "finish_rows": (finish_rows, (x, w, rows, place, e, found, joined, repaired, classes), (0, 2, 4)),
