@@ -59,6 +59,7 @@ from core_triton.kernels import (
 )
 from core_triton.launch import At
 from core_triton.problem import Problem, plan_of
+from linear_ce.statistics import BY_ROW
 
 # A tile's steps are in parts. Between parts a quarter of the exponentials of the tile before is stored.
 PARTS = gl.constexpr(5)
@@ -418,7 +419,7 @@ def statistics(
 ) -> None:
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
-    switches = {"WEIGHTED": weighted_sums is not None, "STATISTICS": statistics}
+    switches = {"WEIGHTED": weighted_sums is not None, "STATISTICS": statistics & ~BY_ROW}
     launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, _blocks(problem))
 
 

@@ -585,9 +585,10 @@ def statistics(
     sums_exp_log: Tensor | None,
     target_logit: Tensor,
 ) -> None:
-    """Launches `statistics_kernel`."""
+    """Launches `statistics_kernel`. With BY_ROW it has the same warps whatever else it computes, because they divide
+    the sums."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
-    switches = {"WEIGHTED": weighted_sums is not None, "STATISTICS": statistics}
+    switches = {"WEIGHTED": weighted_sums is not None, "STATISTICS": statistics & ~bits.BY_ROW}
     blocks = _blocks(problem, crowded=weighted_sums is not None or statistics != 0)
     launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, blocks)
 

@@ -15,7 +15,7 @@ from core_triton.chunked import RowGradient, Tiles
 from core_triton.launch import At, cdiv
 from core_triton.problem import Problem, layout_of, operand, plan_of
 from core_triton.row_math import Partial
-from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, SQUARES, planes
+from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, MAX, SQUARES, planes
 
 
 def _partial(
@@ -40,7 +40,7 @@ def _partial(
         tma_compatible(x, by_row=True, pointers=plan.pointers),
         tma_compatible(w, pointers=plan.pointers),
         vocab_chunk,
-        statistics=statistics & (ARGMAX | ENTROPY | SQUARES),
+        statistics=statistics & (ARGMAX | ENTROPY | SQUARES | BY_ROW),
         class_weight=problem.class_weight_or_ones(vocab_chunk) if weighted else None,
         target=target,
         tops=top,

@@ -20,6 +20,9 @@ from torch import Tensor
 from torch_gpu import DEVICE, DTYPES, assert_close, assert_same, gpu_problem, model_and_tokens, model_results, results
 from torch_problem import FUNCTIONS
 
+from core_triton.groups import Options
+from linear_ce.statistics import LSE, MAX
+
 pytestmark = pytest.mark.gpu
 
 
@@ -53,11 +56,12 @@ def opcheck(dtype: torch.dtype, smoothing: float, softcap: float | None, bias: b
         torch.linspace(0.5, 2.0, 45, device=DEVICE) if smoothing else None,
     )
     weights = torch.linspace(0.0, 1.0, 12, device=DEVICE), torch.tensor(7.5, device=DEVICE) if bias else None
-    # mean, ignore_index, z_loss_weight, logit_scale, vocab_size, memory_budget
-    settings = (bias, -100, smoothing, 0.01, softcap, 0.5, 45, 2**20, "triton")
+    settings = Options(
+        bias, -100, smoothing, 0.01, softcap, 0.5, 45, 2**20, "triton", splits_head=False, saved_budget=0
+    )
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for needs_grad in ((True, True, bias), (False, True, False), (True, False, False)):
-        for statistics in (True, False):
+        for statistics in (LSE | MAX, 0):
             torch.library.opcheck(
                 torch.ops.linear_ce.loss_and_gradients.default,
                 (*arguments, *weights, *settings, statistics, True, *needs_grad),
@@ -65,10 +69,10 @@ def opcheck(dtype: torch.dtype, smoothing: float, softcap: float | None, bias: b
             )
     torch.library.opcheck(
         torch.ops.linear_ce.loss_and_gradients.default,
-        (*arguments, *weights, *settings, True, False, True, False, False),
+        (*arguments, *weights, *settings, LSE | MAX, False, True, False, False),
         **close,
     )
-    for statistics in (True, False):
+    for statistics in (LSE | MAX, 0):
         torch.library.opcheck(
             torch.ops.linear_ce.losses.default, (*arguments, *weights, *settings, statistics, True, True, bias), **close
         )

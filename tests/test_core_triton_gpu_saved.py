@@ -110,6 +110,7 @@ def test_nothing_waits_for_the_device(function: str, dtype: torch.dtype) -> None
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's imports
 def test_a_compiled_function() -> None:
     arrays, upstream = gpu_problem(600), torch.linspace(-1.0, 2.0, 600, device=DEVICE)
 
