@@ -226,6 +226,18 @@ def store_block(matrix, stride, values, row, column, rows, columns):
 
 
 @triton.jit
+def store_rows(matrix, stride, values, stored, row, column, rows, columns):
+    """`store_block` of the rows where `stored` is True. The others keep their bits. A descriptor stores whole blocks,
+    so they are loaded first."""
+    if stride is None:
+        before = matrix.load([row, column])
+        matrix.store([row, column], tl.where(stored[:, None], values.to(matrix.dtype), before))
+    else:
+        pointers, inside = block_pointers(matrix, stride, row, column, rows, columns, values.shape[0], values.shape[1])
+        tl.store(pointers, values.to(matrix.dtype.element_ty), mask=inside & stored[:, None])
+
+
+@triton.jit
 def logits_tile(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
     W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -470,9 +482,9 @@ def repair_kernel(
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
                     if BY_ROW:
-                        before = load_block(e_matrix, e_stride, row, column, rows, classes, BLOCK_N, BLOCK_V)
-                        exponentials = tl.where(redone[:, None], exponentials.to(before.dtype), before)
-                    store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
+                        store_rows(e_matrix, e_stride, exponentials, redone, row, column, rows, classes)
+                    else:
+                        store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
             else:
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
                 if draws:
