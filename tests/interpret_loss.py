@@ -37,10 +37,8 @@ from triton.runtime import interpreter
 import core_triton
 from core_triton import (
     chunked,
-    kernels,
     operators,
     ops,
-    plan as plans,
     recompute,
     row_kernels,
     row_math,
@@ -582,7 +580,7 @@ def run_kept_rows() -> None:
         say(name=name, used={"kept": 0.0 if right else 200.0})
 
 
-REPAIR = kernels.repair
+REPAIR = scaled_exp.kernels.repair
 
 
 def run_batch_invariant() -> None:
@@ -631,13 +629,17 @@ def run_batch_invariant() -> None:
         return [one.detach() for one in made if one is not None]
 
     with (
-        mock.patch.object(plans, "why_variant", return_value=None),
+        mock.patch("core_triton.plan.why_variant", return_value=None),
         mock.patch.object(scaled_exp, "add_matmul", row_by_row),
-        mock.patch.object(kernels, "repair", repair),
+        mock.patch.object(scaled_exp.kernels, "repair", repair),
     ):
         everything = [*range(n)]
         want = results(everything)
-        say(name="repaired rows", used={"differ": 0.0 if {*repaired} <= {1, 2} and repaired else 200.0}, repaired=repaired)
+        say(
+            name="repaired rows",
+            used={"differ": 0.0 if {*repaired} <= {1, 2} and repaired else 200.0},
+            repaired=repaired,
+        )
         half = torch.rand(n, generator=generator) < 0.5
         for name, rows, options in (
             ("a repaired row alone", [38], {}),

@@ -1,4 +1,4 @@
-"""Tests batch_invariant of core_triton without a GPU: what decides the bits of a row is the same for any number of rows.
+"""Tests batch_invariant of core_triton without a GPU: what decides the bits of a row does not depend on the others.
 
 test_core_triton_interpreted.py compares results of the kernels, and test_core_triton_gpu_batch_invariant.py on a GPU.
 test_jax_pallas_batch_invariant.py tests the same of jax_pallas.
@@ -58,9 +58,7 @@ def test_the_order_of_sums_depends_on_neither_the_rows_nor_the_budget(gpu: str, 
         budgets = (*BUDGETS, 40 * 10**6 if d == 896 else 400_000)  # chunks of few rows
         found = {
             order_of_sums(
-                explain(
-                    *arrays(n, d, v, head), batch_invariant=True, memory_budget=budget, device=gpu, **options
-                ).plan,
+                explain(*arrays(n, d, v, head), batch_invariant=True, memory_budget=budget, device=gpu, **options).plan,
                 v,
             )
             for n in TOKENS
@@ -75,7 +73,7 @@ DECISIVE = ("exponentials_kernel", "repair_kernel", "finish_rows_kernel", "d_inp
 
 
 def specialized(launch: Launch) -> tuple[Any, ...]:
-    """Returns what a kernel is compiled for, but for the alignment of the numbers of rows, which it reads one by one."""
+    """Returns what a kernel is compiled for, but for the alignment of arrays that decides no order of a sum."""
     numbers = tuple(name for name in launch.divisible if name == "sum_ptr" or not name.endswith("_ptr"))
     return launch.kernel.__module__, launch.signature, launch.constexprs, numbers, launch.options
 

@@ -62,7 +62,7 @@ class Rows:
 def test_a_row_has_the_same_bits_among_any_rows(d: int, v: int, options: dict[str, Any], implementation: str) -> None:
     made = Rows(d, v, implementation=implementation, **options)
     want = made.results(torch.arange(MOST, device=DEVICE))
-    assert int((want[0] < -64 * 0.7).sum()) > 20, "no row is repaired"
+    assert int((want[0] < -35).sum()) > 20, "few rows are repaired"  # 2**48 is 33 nats
     generator = torch.Generator().manual_seed(1)
     sizes: Sequence[int] = (1, 1, 2, 15, 16, 17, 128, 129, *torch.randint(1, MOST, (12,), generator=generator).tolist())
     for size in sizes:
