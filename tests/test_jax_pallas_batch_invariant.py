@@ -154,9 +154,16 @@ def test_the_hopper_kernels_give_a_row_the_same_bits_among_any_rows(monkeypatch:
     target, needs_grad = rng.integers(0, 400, 150), NeedsGrad(True, True, False)
 
     def outputs(rows: list[int]) -> list[np.ndarray]:
-        of_rows = jnp.asarray(x[rows], jnp.bfloat16), jnp.asarray(target[rows], jnp.int32)
         ours = Problem(
-            of_rows[0], jnp.asarray(w, jnp.bfloat16), of_rows[1], jnp.ones(len(rows)), None, None, LossSpec("sum"), 400
+            input=jnp.asarray(x[rows], jnp.bfloat16),
+            linear_weight=jnp.asarray(w, jnp.bfloat16),
+            target=jnp.asarray(target[rows], jnp.int32),
+            row_weight=jnp.ones(len(rows)),
+            linear_bias=None,
+            class_weight=None,
+            spec=LossSpec("sum"),
+            classes=400,
+            vocab_axis=0,
         )
         ours = planned(ours, "loss_and_gradients", "mosaic", needs_grad, batch_invariant=True)
         loss, found, gradients = scaled_exp.scaled_exp(ours, needs_grad, statistics=BY_ROW)
