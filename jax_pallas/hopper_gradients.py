@@ -48,7 +48,7 @@ from jax_pallas.hopper_common import (
     when,
     zero_piece,
 )
-from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded, whole_tiles
+from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
 
 
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
@@ -661,14 +661,13 @@ def store_d_input(
         most: bytes that partial tiles may take: `d_input_scratch`.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         schedule: how programs divide the tiles, if not as `choose_schedule` says.
-        batch_invariant: the schedule is that of `whole_tiles`.
+        batch_invariant: of `choose_schedule`.
     """
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     n, hidden = len(rho), held.shape[1]
-    if batch_invariant:
-        schedule = whole_tiles(n, hidden, classes, programs())
-    schedule = schedule or choose_schedule(n, hidden, classes, most, programs())
+    sizes = n, hidden, classes, most, programs()
+    schedule = schedule or choose_schedule(*sizes, batch_invariant=batch_invariant)
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
     kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, interpret)
     # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.

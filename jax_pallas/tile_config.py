@@ -188,8 +188,19 @@ def schedule_of(
     return replace(schedule, split_iters=iters_per_tile - tail)
 
 
-def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> SplitKSchedule:
-    """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles."""
+FIXED_ROWS = 128  # of a tile of d_input with batch_invariant: the fewest, so that there are many tiles
+
+
+def choose_schedule(
+    rows: int, hidden: int, classes: int, most: int | None, programs: int, *, batch_invariant: bool = False
+) -> SplitKSchedule:
+    """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles.
+
+    With `batch_invariant` it has whole tiles of one size, so that the order of a row's sum does not depend on the
+    number of rows.
+    """
+    if batch_invariant:
+        return schedule_of(rows, hidden, classes, FIXED_ROWS, False, programs)
     choices = _schedules(rows, hidden, classes, programs)
     return next(schedule for schedule, size in choices if most is None or size <= most)
 
@@ -206,15 +217,6 @@ def _schedules(rows: int, hidden: int, classes: int, programs: int) -> list[tupl
         for choice in itertools.product(shortest.values(), (False, True))
     )
     return [(schedule, schedule.bytes) for schedule in sorted(choices, key=lambda schedule: schedule.cost)]
-
-
-FIXED_ROWS = 128  # of a tile of d_input with batch_invariant: the fewest, so that there are many tiles
-
-
-def whole_tiles(rows: int, hidden: int, classes: int, programs: int) -> SplitKSchedule:
-    """Returns a schedule with which the sum of a row of d_input does not depend on the number of rows: whole tiles of
-    one size."""
-    return schedule_of(rows, hidden, classes, FIXED_ROWS, False, programs)
 
 
 def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> int:
@@ -299,7 +301,7 @@ def choose_scaled_exp(
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
-        batch_invariant: d_input has `whole_tiles`.
+        batch_invariant: of `choose_schedule`.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -337,10 +339,8 @@ def choose_scaled_exp(
             return None
         if not hopper:
             return chunk_cost.library_d_input(call, rows)
-        if batch_invariant:
-            schedule = whole_tiles(rows, hidden, classes, call.programs)
-        else:
-            schedule = choose_schedule(rows, hidden, classes, found.d_input_bytes, call.programs)
+        sizes = rows, hidden, classes, found.d_input_bytes, call.programs
+        schedule = choose_schedule(*sizes, batch_invariant=batch_invariant)
         share = 1 - schedule.split_iters / schedule.iters_per_tile
         return chunk_cost.DInput(schedule.tile_rows, schedule.longest * STEP, share, schedule.bytes)
 

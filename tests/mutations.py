@@ -739,8 +739,8 @@ BATCH_INVARIANT = (
     ),
     Mutation(
         "jax_pallas/hopper_gradients.py",
-        "if batch_invariant:",
-        "if False:",
+        "*sizes, batch_invariant=batch_invariant",
+        "*sizes",
         tests("jax_pallas_batch_invariant", "splits_no_sum"),
     ),
     Mutation(
