@@ -224,7 +224,7 @@ def merge_kernel(
     tl.store(max_ptr + row_ids, top, mask=inside)
 
 
-merge_by_row_kernel = triton.jit(do_not_specialize=["rows"])(merge_kernel.fn)  # `finish_rows_by_row_kernel` says why
+merge_kernel_by_row = triton.jit(do_not_specialize=["rows"])(merge_kernel.fn)  # `finish_rows_kernel_by_row` says why
 
 
 def merge(
@@ -241,7 +241,7 @@ def merge(
 ) -> None:
     """Launches `merge_kernel`: merges statistics (class blocks, n) over class blocks into their first row."""
     launch(
-        merge_by_row_kernel if statistics & bits.BY_ROW else merge_kernel,
+        merge_kernel_by_row if statistics & bits.BY_ROW else merge_kernel,
         (cdiv(n, SMALL_BLOCK),),
         tops,
         sums,
