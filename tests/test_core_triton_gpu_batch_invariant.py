@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch_gpu import DEVICE, assert_same
+from torch_gpu import DEVICE, ROUNDING, assert_close, assert_same
 
 from core_triton import (
     linear_cross_entropy_with_stats,
@@ -92,6 +92,15 @@ def test_a_repair_changes_no_row_beside_it(d: int, v: int) -> None:
     made.x[50], made.x[100] = made.x[1], made.x[2]
     near = (rows % 50) != 0
     assert_same([one[near] for one in made.results(rows)], [one[near] for one in want])
+
+
+@pytest.mark.parametrize("implementation", ["triton", "triton_sm80"])
+@pytest.mark.parametrize(("d", "v"), SIZES)
+def test_results_are_those_without_the_option_up_to_rounding(d: int, v: int, implementation: str) -> None:
+    made, everything = Rows(d, v, implementation=implementation), torch.arange(MOST, device=DEVICE)
+    found, want = made.results(everything), made.results(everything, batch_invariant=False)
+    assert_close(found[:5], want[:5], ROUNDING[torch.float32])
+    assert_close(found[5:], want[5:], ROUNDING[torch.bfloat16])
 
 
 def test_a_graph_of_the_compiler_has_the_same_bits() -> None:
