@@ -174,10 +174,9 @@ def exponential(logits: Array, reference: Array) -> Array:
 
 
 def store_exponentials(
-    matmul: Matmul, part: LogitsTile, ref_exponent: Array, io: ExponentialsIO, first_row: Any = 0, stored: Any = None
+    matmul: Matmul, part: LogitsTile, ref_exponent: Array, io: ExponentialsIO, first_row: Any = 0
 ) -> None:
-    """Writes the results of `ExponentialsIO` for a tile of logits and its reference exponents (block_n,). Of e it
-    writes the rows `stored` (block_n,) bool, all if None."""
+    """Writes the results of `ExponentialsIO` for a tile of logits and its reference exponents (block_n,)."""
     reference = ref_exponent * LN_2
 
     def put_target(logit: Array, owns: Array) -> None:
@@ -194,10 +193,15 @@ def store_exponentials(
     if io.square_ref is not None:
         store(io.square_ref, *part.by_block, values=lax.square(exponentials).sum(1), mask=part.inside)
     if io.e_ref is not None:
-        if matmul.softcap is not None:
-            exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
-        mask = (part.inside if stored is None else stored)[:, None] & (part.place < io.e_ref.shape[1])[None, :]
-        store(io.e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
+        store_e(matmul, part, exponentials, io.e_ref)
+
+
+def store_e(matmul: Matmul, part: LogitsTile, exponentials: Array, e_ref: Any) -> None:
+    """Writes the exponentials of a tile, times the cap's slope: (31)."""
+    if matmul.softcap is not None:
+        exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
+    mask = part.inside[:, None] & (part.place < e_ref.shape[1])[None, :]
+    store(e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
 
 
 def exponentials_kernel(
@@ -303,11 +307,20 @@ def repair_kernel(
             ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside))
             sum_ref, target_exp_ref, target_logit_ref, exp_log_ref, square_ref = results
             of_targets = target_exp_ref, target_logit_ref
-            io = ExponentialsIO(target_ref, e_ref, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
-            again = None
-            if total_ref is not None:
-                again = part.inside & leaves_range(load(total_ref, part.row, mask=part.inside))
-            store_exponentials(matmul, part, ref_exponent, io, first_row, again)
+            all_rows = e_ref if total_ref is None else None
+            io = ExponentialsIO(target_ref, all_rows, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
+            store_exponentials(matmul, part, ref_exponent, io, first_row)
+
+        if total_ref is None or e_ref is None:
+            return
+
+        # A branch of its own, or registers would spill.
+        @pl.when(launch_step > FINDS)
+        def _redo_rows() -> None:
+            lost = part.inside & leaves_range(load(total_ref, part.row, mask=part.inside))
+            reference = repaired_ref_exponent(load(top_ref, at, mask=lost)) * LN_2
+            exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
+            store_e(matmul, part._replace(inside=lost), exponentials, e_ref)
 
     def step(index: Any, _: None) -> None:
         number = program + index * repair.programs

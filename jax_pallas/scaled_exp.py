@@ -312,6 +312,7 @@ def _chunk(
             problem, hook, rows, chunk, place, size, found, chunk_places, joined, repaired, statistics
         )
     scales, by_row = carry.d_weight is not None, statistics & BY_ROW != 0
+    by_row &= plan_of(problem).batch_invariant or not gradients
     rows, e, scaled, rho = row_kernels.finish_rows(
         problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None, by_row=by_row
     )
@@ -457,7 +458,7 @@ def _store_exponentials(
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
         found = hopper_logits.exponentials(*arrays, in_chunk, place[row_kernels.FIRST_OF_X], **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
-    total = joined.total if statistics & BY_ROW else None
+    total = joined.total if plan_of(problem).batch_invariant else None
     rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, total, statistics)
     return rows, found._replace(e=e), joined, repaired
 

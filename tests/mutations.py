@@ -724,7 +724,12 @@ BATCH_INVARIANT = (
     Mutation("linear_ce/spec.py", "if batch_invariant and label_smoothing:", "if False:", INVARIANT_ERRORS),
     Mutation("linear_ce/spec.py", "if batch_invariant and saved_budget:", "if False:", INVARIANT_ERRORS),
     # The same in jax_pallas.
-    Mutation("jax_pallas/kernels.py", "part.inside if stored is None else stored", "part.inside", PALLAS_INVARIANT),
+    Mutation(
+        "jax_pallas/kernels.py",
+        "part.inside & leaves_range(load(total_ref",
+        "part.inside | leaves_range(load(total_ref",
+        PALLAS_INVARIANT,
+    ),
     Mutation(
         "jax_pallas/kernels.py",
         "pl.cdiv(rows, ROW_BLOCK) * ROW_BLOCK if statistics & BY_ROW else rows",

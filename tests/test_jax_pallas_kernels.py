@@ -404,7 +404,7 @@ def test_kernels_compile_and_fit(target: str) -> None:
 def test_kernels_with_options_compile_and_fit() -> None:
     capped = {"shape": "gemma", "dtype": "bfloat16", "vocab_axis": 1, "options": True, "softcap": 30.0}
     exact = {"shape": "small", "dtype": "float32", "functions": ["exponentials"]}
-    check(compile_all("a100", [{**capped, "functions": ["repair", "finish_rows", "d_logits"]}, exact]))
+    check(compile_all("a100", [{**capped, "functions": ["repair", "repair_by_row", "finish_rows", "d_logits"]}, exact]))
 
 
 @SLOW
@@ -423,7 +423,7 @@ def test_kernels_of_more_shapes_compile_and_fit(target: str, dtype: str) -> None
             (1, True, 30.0),
         )
     ]
-    check(compile_all(target, [{**program, "functions": FUNCTIONS} for program in every]))
+    check(compile_all(target, [{**program, "functions": (*FUNCTIONS, "repair_by_row")} for program in every]))
 
 
 def compile_one(
@@ -460,7 +460,8 @@ def compile_one(
 
     def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any, total: Any) -> Any:
         ours = call_problem(x, w, bias)
-        return kernels.repair(ours, x, rows, place, n, e, total, (OF_LOGITS | BY_ROW) * options)
+        statistics = BY_ROW if function == "repair_by_row" else OF_LOGITS * options
+        return kernels.repair(ours, x, rows, place, n, e, total, statistics)
 
     def exponentials(*arrays: Any) -> Any:
         return kernels.exponentials(*arrays, **stores)
@@ -500,7 +501,8 @@ def compile_one(
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
         "exponentials": (exponentials, (x, w, classes, row, index, scalar), ()),
         "sums": (exponentials, (x, w, classes, row, index, scalar), ()),
-        "repair": (repair, (x, w, classes, rows, place, e, maybe), (3, 5)),
+        "repair": (repair, (x, w, classes, rows, place, e, None), (3, 5)),
+        "repair_by_row": (repair, (x, w, classes, rows, place, e, row), (3, 5)),
         "pick": (pick, (x, w, classes, targets, of_call), ()),
         "join_blocks": (join_blocks, (rows, place, blocks, tops), (0,)),
         "finish_rows": (finish_rows, (x, w, rows, place, e, found, joined, repaired, classes), (0, 2, 4)),
