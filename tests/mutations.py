@@ -295,8 +295,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/kernels.py",
-        "part.only_seen(exponential(part.logits, reference[:, None]))",
-        "exponential(part.logits, reference[:, None])",
+        "\n    exponentials = part.only_seen(exponential(part.logits, reference[:, None]))",
+        "\n    exponentials = exponential(part.logits, reference[:, None])",
         PALLAS,
     ),
     Mutation(
