@@ -226,6 +226,18 @@ def store_block(matrix, stride, values, row, column, rows, columns):
 
 
 @triton.jit
+def store_rows(matrix, stride, values, stored, row, column, rows, columns):
+    """`store_block` of the rows where `stored` is True. The others keep their bits. A descriptor stores whole blocks,
+    so they are loaded first."""
+    if stride is None:
+        before = matrix.load([row, column])
+        matrix.store([row, column], tl.where(stored[:, None], values.to(matrix.dtype), before))
+    else:
+        pointers, inside = block_pointers(matrix, stride, row, column, rows, columns, values.shape[0], values.shape[1])
+        tl.store(pointers, values.to(matrix.dtype.element_ty), mask=inside & stored[:, None])
+
+
+@triton.jit
 def logits_tile(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
     W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -415,7 +427,8 @@ def repair_kernel(
     flag, and then there is nothing to do.
 
     With BY_ROW, top is inf for the rows of which no sum is too large (`row_statistics.keep_rows`). They keep their
-    reference exponents and the results of `exponentials_kernel`. So these do not depend on the other rows of the block.
+    reference exponents and the results of `exponentials_kernel`, e too, whose last bits other instructions computed. So
+    these do not depend on the other rows of the block.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles, found = row_blocks * class_blocks, flagged(flag_ptr, row_blocks) * class_blocks
@@ -468,7 +481,10 @@ def repair_kernel(
                 if STORES:
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-                    store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
+                    if BY_ROW:
+                        store_rows(e_matrix, e_stride, exponentials, redone, row, column, rows, classes)
+                    else:
+                        store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
             else:
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
                 if draws:

@@ -37,7 +37,7 @@ from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import HeadPrecision, Reduction, check_flag, check_saved_budget
-from linear_ce.statistics import LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
+from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 
 class LossStats(NamedTuple):
@@ -96,6 +96,7 @@ def linear_cross_entropy(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -154,6 +155,14 @@ def linear_cross_entropy(
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
             "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
             float32 in both cases.
+        batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
+            bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
+            range, nor on memory_budget. The order of sums is then fixed, which takes longer where d_input has few tiles
+            (`explain` tells). With "mean" it holds for the same denominator: pass a normalizer. d_weight is a sum over
+            tokens. It needs the kernels, a bfloat16 input, label_smoothing 0 and saved_budget 0; and for the gradient
+            of input compute capability 8.x or 9.0 and a bfloat16 linear_weight whose rows start at multiples of 16
+            bytes. Results of another GPU, of another version or of another engine's head may differ in their last
+            bits.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -186,7 +195,8 @@ def linear_cross_entropy(
     options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
-    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    call = prepare(spec, input, linear_weight, target, *given, *how)
     return _shaped(_loss(call, statistics=0).loss, target)
 
 
@@ -211,6 +221,7 @@ def linear_cross_entropy_with_stats(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -233,7 +244,8 @@ def linear_cross_entropy_with_stats(
     options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
-    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    call = prepare(spec, input, linear_weight, target, *given, *how)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
     assert lse is not None
@@ -267,6 +279,7 @@ def linear_log_probs(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -277,6 +290,8 @@ def linear_log_probs(
         grad_into: (V, D) float32 buffer, contiguous. Each backward pass adds the gradient of linear_weight to it.
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+        batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
+            gradient of entropy or lse is then an error in the backward pass.
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
@@ -296,7 +311,8 @@ def linear_log_probs(
     """
     spec = spec_of("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     given = linear_bias, None, None, None
-    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    call = prepare(spec, input, linear_weight, target, *given, *how)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
     else:
@@ -323,6 +339,7 @@ def linear_token_loss(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -380,7 +397,7 @@ def linear_token_loss(
         linear_ce/MATH.md (35), (36).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into
+    options += head_precision, memory_budget, implementation, grad_into, batch_invariant
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
@@ -404,6 +421,7 @@ def linear_token_loss_with_stats(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -434,7 +452,7 @@ def linear_token_loss_with_stats(
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into
+    options += head_precision, memory_budget, implementation, grad_into, batch_invariant
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
@@ -458,10 +476,10 @@ def _token_loss(
 
         return call_between_graphs(_token_loss, *arguments)
     reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, memory_budget, implementation, grad_into = rest
+    head_precision, *how = rest
     spec = spec_of(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     given = linear_bias, None, token_weight, normalizer
-    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into)
+    call = prepare(spec, input, linear_weight, target, *given, *how)
     flat = check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
     of_call = *call[1:4], token_loss, flat, stats
@@ -550,6 +568,7 @@ def explain(
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
     with_entropy: bool = False,
+    batch_invariant: bool = False,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -561,7 +580,7 @@ def explain(
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
-            head_precision: as given to the call. For log-probabilities, pass reduction "none".
+            head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
         with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
             of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
@@ -599,10 +618,11 @@ def explain(
     check_flag("with_entropy", with_entropy)
     named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
-    classes, budget, name = decide(spec, input.device, infos, memory_budget, implementation, gpu)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    classes, budget, name = decide(spec, input.device, infos, *how, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
-    stage: Stage = "losses"
+    stage: Stage = "statistics" if batch_invariant else "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
         if with_entropy and reduction != "none":
@@ -612,7 +632,8 @@ def explain(
     if check_saved_budget(saved_budget, reduction, **given) and gradients:
         plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
     else:
-        plan = ops.plan_for(problem, stage, budget, name, needs_grad, entropy=with_entropy, device=gpu)
+        asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant, "device": gpu}
+        plan = ops.plan_for(problem, stage, budget, name, needs_grad, **asked)
     return Explanation(*choose(input.device, implementation, gpu), plan)
 
 
@@ -623,6 +644,7 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
 
 def _loss(call: Call, *, statistics: int) -> ops.Losses:
     """Runs what the call needs."""
+    statistics |= BY_ROW if call.options.batch_invariant else 0
     if call.options.saved_budget:
         return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"

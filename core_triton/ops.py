@@ -556,7 +556,10 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
     """Plan B with the entropy. `needs_grad` as for `run_losses`."""
     row_weight = compute_row_weights(arrays, TokenWeights(None, None), options)
     if any(needs_grad):  # raises if the backward pass could not run
-        _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
+        if options.batch_invariant:  # which differentiates log_prob only
+            _problem("row_gradients", arrays, options, row_weight, needs_grad)
+        else:
+            _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
     # The row weights are 1, so the losses are negative log-likelihoods.
     nll, found = plan_b(arrays, options, row_weight, statistics=OF_LOG_PROBS, reduce=False)
     assert found.entropy is not None
@@ -596,7 +599,8 @@ def plan_c(
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
-            return _scaled_exp(problem, needs_grad, statistics=0, reduce=False, d_input=d_input)[2]
+            by_row = BY_ROW if options.batch_invariant else 0
+            return _scaled_exp(problem, needs_grad, statistics=by_row, reduce=False, d_input=d_input)[2]
         coefficients = row_math.loss_coefficients(
             problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
         )
@@ -658,6 +662,7 @@ def _problem(
         statistics=statistics,
         entropy=entropy,
         copied=copied,
+        batch_invariant=options.batch_invariant,
     )
     return replace(problem, plan=plan)
 
@@ -672,6 +677,7 @@ def plan_for(
     statistics: int = 0,
     entropy: bool = False,
     copied: int = 0,
+    batch_invariant: bool = False,
     device: DeviceInfo | None = None,
 ) -> ExecutionPlan:
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays and of a device, or theirs."""
@@ -700,6 +706,7 @@ def plan_for(
         device=device,
         grad_into=problem.grad_into is not None,
         splits_head=problem.spec.splits_head,
+        batch_invariant=batch_invariant,
     )
     return make_plan(key)
 

@@ -90,6 +90,7 @@ class PlanKey(NamedTuple):
     device: DeviceInfo
     grad_into: bool = False  # d_weight is added to a float32 tensor of the caller
     splits_head: bool = False  # into two matrices of the input's dtype
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class ExecutionPlan:
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
+        batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
     """
 
     implementation: str
@@ -146,6 +148,7 @@ class ExecutionPlan:
     smooths: bool = False
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
+    batch_invariant: bool = False
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -189,6 +192,7 @@ class ExecutionPlan:
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
             others=None if others is None else (others.path, others.chunks.rows, others.tokens),
+            fixed_rows=self.scaled_exp_config.d_input_rows if self.batch_invariant else None,
         )
 
 
@@ -217,8 +221,45 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
 
     Raises:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
-            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved. Or the call must be
+            batch-invariant and is not.
     """
+    plan = _any_plan(key)
+    why = why_variant(key, plan) if key.batch_invariant else None
+    if why is not None:
+        raise ValueError(f"batch_invariant=True {why}")
+    return replace(plan, batch_invariant=key.batch_invariant)
+
+
+def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
+    """Returns why the results of a row depend on the other rows of a call, the rest of a sentence, or None.
+
+    cuBLAS chooses a kernel, and with it the order of a sum, by the number of rows. So none of its matmuls may compute
+    logits or d_input. `recompute` sums over vocabulary chunks that depend on the number of rows.
+    """
+    x, w = key.input, key.linear_weight
+    if plan.path == "chunked":
+        return "needs the kernels, got implementation 'chunked'"
+    if key.stage == "gradients":
+        return "has no gradients of entropy and lse: their matmuls are cuBLAS's. Differentiate log_prob only"
+    if x.dtype != "bfloat16":
+        return f"needs a bfloat16 input, got {x.dtype}"
+    if plan.path != "scaled_exp":
+        return f"needs fewer than {tile_config.MAX_STRIDE} classes on this GPU, got {key.classes}"
+    if not key.d_input or plan.d_input_tiling is not None:
+        return None
+    if w.dtype != x.dtype:
+        return f"needs a {x.dtype} linear_weight for the gradient of input, got {w.dtype}"
+    if plan.casts_head:
+        return (
+            "needs a linear_weight whose rows start at multiples of 16 bytes for the gradient of input, "
+            f"got shape {w.shape} with strides {w.strides}"
+        )
+    return f"needs compute capability 8.x or 9.0 for the gradient of input, got {key.device.capability / 10}"
+
+
+def _any_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call, whether or not it must be batch-invariant and is."""
     if key.stage == "entropy_loss_and_gradients" and (key.implementation == "chunked" or key.input.dtype == "float32"):
         return make_plan(key._replace(stage="loss_and_gradients"))
     if key.stage in ("row_gradients", "entropy_loss_and_gradients"):
@@ -354,6 +395,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             tiling=tiling,
             splits_head=key.splits_head,
             copied=key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes),
+            batch_invariant=key.batch_invariant,
             call=call,
             budget=key.memory_budget,
         )
@@ -415,7 +457,9 @@ def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
     """Returns plan A with scaled exponentials for the gradients of losses of rows. None if it cannot run, or if its
-    chunks have so few rows that recomputing the logits is faster."""
+    chunks have so few rows that recomputing the logits is faster. With batch_invariant it must run."""
+    if key.batch_invariant:
+        return make_plan(key._replace(stage="loss_and_gradients"))
     try:
         plan = make_plan(key._replace(stage="loss_and_gradients"))
     except ValueError:  # recomputing takes less memory

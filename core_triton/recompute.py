@@ -56,7 +56,7 @@ def _partial(
         sum_exp_log,
         argmax,
         sum_squared,
-        statistics & (ARGMAX | ENTROPY | SQUARES),
+        statistics & (ARGMAX | ENTROPY | SQUARES | BY_ROW),
         blocks,
         plan.tile.block_v,
         n,

@@ -310,7 +310,9 @@ def _run(
         if smoothing is not None and d_weight is not None:
             smoothing.add_rows(chunk_x[:, :hidden], row_weight, first=first)
         scaled_x = None if d_weight is None else chunk_x
-        _finish_rows(problem, config, gradient_rows, chunk, scratch, row_weight=row_weight, e=e, x=scaled_x)
+        by_row = statistics & BY_ROW != 0
+        options = {"row_weight": row_weight, "e": e, "x": scaled_x, "by_row": by_row}
+        _finish_rows(problem, config, gradient_rows, chunk, scratch, **options)
         if hook is None:
             _finish_statistics(problem, config, rows, chunk, scratch, statistics)
         if saved_e is not None and e is not None:
@@ -463,6 +465,7 @@ def _finish_rows(
     row_weight: At,
     e: Tensor | None,
     x: Tensor | None,
+    by_row: bool,
 ) -> None:
     """Writes the results of a chunk's packed rows from the sums in `scratch`, for the row weights that are given (n,).
     With e (n, K) and x (n, D), prepares both for the matmuls of the gradients."""
@@ -486,6 +489,7 @@ def _finish_rows(
         lse_out=rows.lse_out,
         target_logit_out=rows.target_logit_out,
         top_out=rows.top_out,
+        by_row=by_row,
     )
 
 
@@ -523,7 +527,7 @@ def _weights_of_token_loss(
     """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
     # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
     ones = (rows.row_weight[chunk] != 0).float()
-    _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None)
+    _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None, by_row=True)
     _finish_statistics(problem, config, rows, chunk, scratch, statistics)
     order = rows.order[chunk]
     weight = hook.process(order, rows.loss_out[order])

@@ -244,6 +244,7 @@ def choose_scaled_exp(
     tiling: DInputTiling | None,
     splits_head: bool = False,
     copied: int = 0,
+    batch_invariant: bool = False,
     call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
@@ -266,6 +267,8 @@ def choose_scaled_exp(
         tiling: of the kernel that computes d_input; None if cuBLAS computes it.
         splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
         copied: bytes of the contiguous copies of strided vectors.
+        batch_invariant: the order of a row's sums must not depend on the number of rows and the budget. Then tiles of
+            d_input have one size and are not split, and class blocks begin at multiples of `block_v`.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -277,7 +280,7 @@ def choose_scaled_exp(
     head_rows = classes
     if needs_cast:
         limit = min(CAST_BYTES, budget // 4) // (itemsize * hidden)
-        head_rows = min(classes, limit // block_v * block_v or MIN_VOCAB_CHUNK)
+        head_rows = min(classes, limit // block_v * block_v or (block_v if batch_invariant else MIN_VOCAB_CHUNK))
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
     # `scaled_exp.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not full.
@@ -346,6 +349,8 @@ def choose_scaled_exp(
     # at least one.
     narrow = [min(classes, vocab_chunk) for vocab_chunk in (MIN_VOCAB_CHUNK, block_v)] if needs_cast else [classes]
     tiles = [(D_INPUT_ROWS, False)] if tiling is None else tiling.choices
+    if batch_invariant:
+        narrow, tiles = narrow[-1:], tiles[-1:]
     smallest = min(
         ((*tiles[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
     )

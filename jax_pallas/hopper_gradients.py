@@ -632,7 +632,7 @@ def d_input_sum_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-@partial(jax.jit, static_argnames=("classes", "vocab_axis", "most", "interpret", "schedule"))
+@partial(jax.jit, static_argnames=("classes", "vocab_axis", "most", "interpret", "schedule", "batch_invariant"))
 def store_d_input(
     e: Array,
     w: Array,
@@ -646,6 +646,7 @@ def store_d_input(
     most: int | None = None,
     interpret: bool = False,
     schedule: SplitKSchedule | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     """Returns `held` with rows start : start + n become rho * (e @ w) + theta * held, in place and rounded once: (32).
 
@@ -660,11 +661,13 @@ def store_d_input(
         most: bytes that partial tiles may take: `d_input_scratch`.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         schedule: how programs divide the tiles, if not as `choose_schedule` says.
+        batch_invariant: of `choose_schedule`.
     """
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     n, hidden = len(rho), held.shape[1]
-    schedule = schedule or choose_schedule(n, hidden, classes, most, programs())
+    sizes = n, hidden, classes, most, programs()
+    schedule = schedule or choose_schedule(*sizes, batch_invariant=batch_invariant)
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
     kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, interpret)
     # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.

@@ -41,6 +41,7 @@ from linear_ce.spec import (
     LossSpec,
     Reduction,
     check_arrays,
+    check_batch_invariant,
     check_flag,
     check_memory_budget,
     check_saved_budget,
@@ -115,6 +116,7 @@ def linear_cross_entropy(
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -178,6 +180,14 @@ def linear_cross_entropy(
             and two for d_input, so five instead of three. The kernels compute the logits of a float32 head twice,
             so here they take seven. So do reduction "none" and log-probabilities. A weight is off by at most 2**-17 of
             its value, in place of 2**-9. d_weight is float32 in both cases.
+        batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
+            bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
+            range, nor on memory_budget. The order of sums is then fixed, which takes longer where d_input has few tiles
+            (`explain` tells). With "mean" it holds for the same denominator: pass a normalizer. d_weight is a sum over
+            tokens. It needs the kernels, a bfloat16 input and linear_weight, label_smoothing 0 and saved_budget 0; for
+            the gradient of input "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and "pallas_triton" V
+            a multiple of 64 without padding. Results of another GPU, of another version or of another engine's head may
+            differ in their last bits.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
@@ -212,7 +222,8 @@ def linear_cross_entropy(
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=0)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=0)
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
@@ -239,6 +250,7 @@ def linear_cross_entropy_with_stats(
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -263,7 +275,8 @@ def linear_cross_entropy_with_stats(
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=MAX | LSE)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=MAX | LSE)
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
@@ -294,6 +307,7 @@ def linear_log_probs(
     saved_budget: int = 0,
     implementation: str | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -303,6 +317,8 @@ def linear_log_probs(
     Args:
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+        batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
+            gradient of entropy or lse is then an error.
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
@@ -325,7 +341,8 @@ def linear_log_probs(
     arrays = (input, linear_weight, target, linear_bias, None, None, None, None)
     saved_budget = check_saved_budget(saved_budget, "none", grad_into=False, head_precision=head_precision)
     statistics = LSE | ENTROPY | BY_ROW
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=statistics)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
     log_probs = (saved_ops if saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -351,6 +368,7 @@ def linear_token_loss(
     vocab_axis: int = 0,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -411,7 +429,7 @@ def linear_token_loss(
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, vocab_axis, grad_into
+    options += head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
@@ -436,6 +454,7 @@ def linear_token_loss_with_stats(
     vocab_axis: int = 0,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Array, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -466,7 +485,7 @@ def linear_token_loss_with_stats(
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, vocab_axis, grad_into
+    options += head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
@@ -482,12 +501,13 @@ def _token_loss(
     stats: tuple[bool, ...],
 ) -> tuple[Any, TokenStats]:
     reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, memory_budget, implementation, vocab_axis, grad_into = rest
+    head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant = rest
     spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
     with_entropy = takes_entropy(token_loss, with_entropy)
     statistics = statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics)
+    how = memory_budget, implementation, batch_invariant
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
     flat = check_per_token(token_loss, per_token, call.leading, "target's")
     arguments = with_entropy + len(per_token)
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
@@ -578,6 +598,7 @@ def explain(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     with_entropy: bool = False,
+    batch_invariant: bool = False,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -591,7 +612,7 @@ def explain(
         vocab_axis: as given to the call.
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
-            head_precision: as given to the call. For log-probabilities, pass reduction "none".
+            head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
         with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
             of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
@@ -637,7 +658,7 @@ def explain(
     classes = spec.classes(linear_weight.shape[vocab_axis])
     shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "grad_into": grad_into}
     problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
-    stage: Stage = "losses"
+    stage: Stage = "statistics" if batch_invariant else "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
         if with_entropy and reduction != "none":
@@ -648,10 +669,18 @@ def explain(
     check_flag("with_entropy", with_entropy)
     given = {"grad_into": into, "head_precision": head_precision, "with_entropy": with_entropy}
     saved_budget = check_saved_budget(saved_budget, reduction, **given)
+    check_batch_invariant(
+        batch_invariant,
+        label_smoothing=label_smoothing,
+        saved_budget=saved_budget,
+        implementation=chosen.name,
+        reason=chosen.reason,
+    )
     if saved_budget and gradients:
         plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
         return Explanation(*chosen, plan)
-    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info, entropy=with_entropy)
+    asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
+    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info, **asked)
     return Explanation(*chosen, plan)
 
 

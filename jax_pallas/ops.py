@@ -72,6 +72,7 @@ class Options:
     statistics: int  # of `linear_ce.statistics`; without the largest logits these may be inf
     saved_budget: int = 0  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
     has_grad_into: bool = False
+    batch_invariant: bool = False
 
     @property
     def count(self) -> int:
@@ -263,7 +264,11 @@ def _log_probs(options: Options, *arrays: Array) -> Arrays:
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    _problem("gradients", options, arrays, needs_grad, entropy=True)  # refuses what the backward pass could not do
+    # Refuses what the backward pass could not do. With batch_invariant it differentiates log_prob only.
+    if options.batch_invariant:
+        _problem("row_gradients", options, arrays, needs_grad)
+    else:
+        _problem("gradients", options, arrays, needs_grad, entropy=True)
     log_prob, entropy, lse = _log_probs(options, *arrays)
     return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), needs_grad)
 
@@ -554,7 +559,7 @@ def _row_gradients(
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
-        return scaled_exp(problem, needs_grad, statistics=0)[2]
+        return scaled_exp(problem, needs_grad, statistics=BY_ROW if options.batch_invariant else 0)[2]
     coefficients = row_math.loss_coefficients(
         options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
     )
@@ -602,6 +607,8 @@ def _problem(
         launch.device_info(implementation, launch.traced_platform() if platform is None else platform),
         statistics=statistics,
         entropy=entropy,
+        # Where no implementation is named, it is known only when the call is lowered.
+        batch_invariant=options.batch_invariant and (options.implementation, platform) != (None, None),
     )
     return replace(problem, plan=plan)
 
@@ -616,6 +623,7 @@ def plan_for(
     *,
     statistics: int = 0,
     entropy: bool = False,
+    batch_invariant: bool = False,
 ) -> ExecutionPlan:
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays."""
     key = PlanKey(
@@ -636,6 +644,7 @@ def plan_for(
         device=device,
         grad_into=problem.grad_into is not None,
         splits_head=problem.spec.splits_head,
+        batch_invariant=batch_invariant,
     )
     return make_plan(key)
 

@@ -58,6 +58,7 @@ class PlanKey(NamedTuple):
     device: DeviceInfo
     grad_into: bool = False  # d_weight is added to a float32 array of the caller
     splits_head: bool = False  # into two matrices of the input's dtype
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ExecutionPlan:
             kernel, 1.5 s.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
+        batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
     """
 
     implementation: str
@@ -102,6 +104,7 @@ class ExecutionPlan:
     d_weight_starts: bool = False
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
+    batch_invariant: bool = False
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -134,6 +137,7 @@ class ExecutionPlan:
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
             others=None if others is None else (others.path, others.chunks.rows, others.tokens),
+            fixed_rows=tile_config.FIXED_ROWS if self.batch_invariant else None,
         )
 
 
@@ -159,8 +163,46 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
 
     Raises:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
-            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved. Or the call must be
+            batch-invariant and is not.
     """
+    plan = _any_plan(key)
+    why = why_variant(key, plan) if key.batch_invariant else None
+    if why is not None:
+        raise ValueError(f"batch_invariant=True {why}")
+    return replace(plan, batch_invariant=key.batch_invariant)
+
+
+def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
+    """Returns why the results of a row depend on the other rows of a call, the rest of a sentence, or None.
+
+    XLA chooses a GEMM, and with it the order of a sum, by the number of rows. So none of its matmuls may compute logits
+    or d_input. `recompute` sums over class blocks in XLA, and over vocabulary chunks that depend on the number of rows.
+    """
+    x, w = key.input, key.linear_weight
+    (hidden, vocab), mosaic = (x.shape[1], w.shape[key.vocab_axis]), key.implementation == "mosaic"
+    if plan.path == "chunked":
+        return "needs the kernels, got implementation 'chunked'"
+    if key.stage == "gradients":
+        return "has no gradients of entropy and lse: their matmuls are XLA's. Differentiate log_prob only"
+    if x.dtype != "bfloat16":
+        return f"needs a bfloat16 input, got {x.dtype}"
+    if w.dtype != x.dtype:
+        return f"needs a {x.dtype} linear_weight, got {w.dtype}"
+    if key.d_input and not mosaic:
+        return f"needs implementation 'mosaic' for the gradient of input, got {key.implementation!r}"
+    if plan.path == "scaled_exp":
+        return None
+    limits = launch.hopper_gradient_limits(x.dtype, hidden, vocab) if mosaic else None
+    if limits is not None:
+        return f"cannot run here, because {limits}"
+    if key.grad_into:
+        return f"needs grad_into None here, with {vocab} rows of linear_weight in {key.implementation!r}"
+    return f"needs {key.implementation!r} classes in multiples of 64, got {key.classes} in {vocab} rows"
+
+
+def _any_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call, whether or not it must be batch-invariant and is."""
     if key.stage == "entropy_loss_and_gradients" and key.implementation == "chunked":
         return make_plan(key._replace(stage="loss_and_gradients"))
     if key.stage in ("row_gradients", "entropy_loss_and_gradients"):
@@ -229,6 +271,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         def scratch(rows: int, most: int) -> int:
             if not key.d_input:
                 return 0
+            if key.batch_invariant:
+                return 0  # no partial tiles
             if hopper:
                 return tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
             return 4 * rows * hidden  # of XLA's GEMM
@@ -266,6 +310,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             hopper=hopper,
             scratch=scratch,
             second_d_weight=0 if multiplies or not key.d_weight else x.itemsize * hidden * vocab,
+            batch_invariant=key.batch_invariant,
             call=call,
             budget=key.memory_budget,
         )
@@ -345,7 +390,9 @@ def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
     """Returns plan A with scaled exponentials for the gradients of losses of rows. None if it cannot run, or if its
-    chunks have so few rows that recomputing the logits is faster."""
+    chunks have so few rows that recomputing the logits is faster. With batch_invariant it must run."""
+    if key.batch_invariant:
+        return make_plan(key._replace(stage="loss_and_gradients"))
     try:
         plan = make_plan(key._replace(stage="loss_and_gradients"))
     except ValueError:  # recomputing takes less memory

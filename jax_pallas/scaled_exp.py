@@ -311,7 +311,8 @@ def _chunk(
         rows, of_tokens = _call_token_loss(
             problem, hook, rows, chunk, place, size, found, chunk_places, joined, repaired, statistics
         )
-    scales, by_row = carry.d_weight is not None, not gradients and statistics & BY_ROW != 0
+    scales, by_row = carry.d_weight is not None, statistics & BY_ROW != 0
+    by_row &= plan_of(problem).batch_invariant or not gradients
     rows, e, scaled, rho = row_kernels.finish_rows(
         problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None, by_row=by_row
     )
@@ -457,7 +458,8 @@ def _store_exponentials(
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
         found = hopper_logits.exponentials(*arrays, in_chunk, place[row_kernels.FIRST_OF_X], **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
-    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, statistics)
+    total = joined.total if plan_of(problem).batch_invariant else None
+    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, total, statistics)
     return rows, found._replace(e=e), joined, repaired
 
 
@@ -515,9 +517,9 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, hel
         from jax_pallas import hopper_gradients
 
         held = _put_target_rows(problem, rows, chunk, held)
-        shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
-        most = plan.scaled_exp_config.d_input_bytes
-        return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
+        shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
+        shared |= {"most": plan.scaled_exp_config.d_input_bytes, "batch_invariant": plan.batch_invariant}
+        return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     w_target = target_rows(problem, chunk.of(rows.target).clip(0))
     d_input = rho[:, None] * float32_matmul(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(
         jnp.float32

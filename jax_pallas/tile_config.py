@@ -188,8 +188,19 @@ def schedule_of(
     return replace(schedule, split_iters=iters_per_tile - tail)
 
 
-def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> SplitKSchedule:
-    """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles."""
+FIXED_ROWS = 128  # of a tile of d_input with batch_invariant: the fewest, so that there are many tiles
+
+
+def choose_schedule(
+    rows: int, hidden: int, classes: int, most: int | None, programs: int, *, batch_invariant: bool = False
+) -> SplitKSchedule:
+    """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles.
+
+    With `batch_invariant` it has whole tiles of one size, so that the order of a row's sum does not depend on the
+    number of rows.
+    """
+    if batch_invariant:
+        return schedule_of(rows, hidden, classes, FIXED_ROWS, False, programs)
     choices = _schedules(rows, hidden, classes, programs)
     return next(schedule for schedule, size in choices if most is None or size <= most)
 
@@ -267,6 +278,7 @@ def choose_scaled_exp(
     hopper: bool,
     scratch: Callable[[int, int], int],
     second_d_weight: int,
+    batch_invariant: bool = False,
     call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
@@ -289,6 +301,7 @@ def choose_scaled_exp(
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
+        batch_invariant: of `choose_schedule`.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -326,7 +339,8 @@ def choose_scaled_exp(
             return None
         if not hopper:
             return chunk_cost.library_d_input(call, rows)
-        schedule = choose_schedule(rows, hidden, classes, found.d_input_bytes, call.programs)
+        sizes = rows, hidden, classes, found.d_input_bytes, call.programs
+        schedule = choose_schedule(*sizes, batch_invariant=batch_invariant)
         share = 1 - schedule.split_iters / schedule.iters_per_tile
         return chunk_cost.DInput(schedule.tile_rows, schedule.longest * STEP, share, schedule.bytes)
 

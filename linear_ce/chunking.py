@@ -236,6 +236,7 @@ def describe_plan(
     saved: SavedRowCount | None,
     saves_logits: bool,
     others: tuple[str, int, int] | None = None,
+    fixed_rows: int | None = None,
 ) -> str:
     """Returns the description of a plan, a few lines in the same words for both frameworks.
 
@@ -253,6 +254,7 @@ def describe_plan(
         saved: which rows are saved for the backward pass; None if no row. `tokens` is their number then.
         saves_logits: whether that saves a matmul of the saved rows.
         others: the path of the rows that are not saved, rows of a chunk and their number; None if all rows have a plan.
+        fixed_rows: rows of a tile of d_input, with batch_invariant; None without.
     """
     family, why = "none", f": {PATHS[path]}"
     if kernels is not None:
@@ -281,6 +283,12 @@ def describe_plan(
         if saved.tokens and not saved.rows:
             lines["saved"] = (
                 f"none of {saved.tokens} rows, because the budget holds fewer than {LEAST_SAVED_ROWS}: 4 matmuls"
+            )
+    if fixed_rows is not None:
+        lines["batch-invariant"] = "a token's results do not depend on the other tokens"
+        if "d_input" in matmuls:
+            lines["batch-invariant"] += (
+                f"; for it, d_input has whole tiles of {fixed_rows} rows, which may leave multiprocessors idle"
             )
     if others is not None:
         other_path, size, count = others

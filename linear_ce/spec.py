@@ -262,6 +262,32 @@ def check_saved_budget(
     return budget
 
 
+def check_batch_invariant(
+    batch_invariant: bool,
+    *,
+    label_smoothing: float = 0.0,
+    saved_budget: int = 0,
+    implementation: str | None = None,
+    reason: str | None = None,
+) -> bool:
+    """Returns `batch_invariant`; raises TypeError if it is not a bool, or ValueError if it is True and another option
+    makes the results of a row depend on other rows. `implementation`: the one that is asked for, or that runs, and
+    why."""
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, got {type(batch_invariant).__name__}")
+    if batch_invariant and implementation == "chunked":
+        why = "" if reason is None else f" ({reason})"
+        raise ValueError(f"batch_invariant=True needs the kernels, got implementation 'chunked'{why}")
+    if batch_invariant and label_smoothing:
+        raise ValueError(f"batch_invariant=True needs label_smoothing 0, got {label_smoothing}")
+    if batch_invariant and saved_budget:
+        raise ValueError(
+            f"batch_invariant=True needs saved_budget 0, got {saved_budget}: which rows are saved depends on how many "
+            "there are, and saving rounds their gradients once more"
+        )
+    return batch_invariant
+
+
 def check_choice[T: str](name: str, value: object, choices: Sequence[T]) -> T:
     """Returns `value` if it is one of `choices`; raises ValueError naming the argument, the choices and the value."""
     if value not in choices:

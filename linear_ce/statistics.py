@@ -18,7 +18,8 @@ SQUARES = 16  # the sum of the squared probabilities
 LSE = 32
 
 # Not a statistic: a row whose exponentials are computed again is so for its own sake only, and not with the rows around
-# it. Then its log-probability does not depend on how a call is divided, bit for bit.
+# it, and sums over class blocks have an order that does not depend on the number of rows. Then its log-probability does
+# not depend on how a call is divided, bit for bit.
 BY_ROW = 64
 
 # Not a statistic: the entropy, which is then one of the statistics, is differentiated.

@@ -587,6 +587,78 @@ def run_kept_rows() -> None:
         say(name=name, used={"kept": 0.0 if right else 200.0})
 
 
+REPAIR = scaled_exp.kernels.repair
+
+
+def run_batch_invariant() -> None:
+    """Checks that with batch_invariant=True the results of a row are the same bits among any other rows: alone, in
+    another order, in other chunks, and beside rows that are repaired. A repair writes no other row.
+
+    The interpreter runs no kernel of d_input, so here each row is multiplied by itself.
+    """
+    generator = torch.Generator().manual_seed(0)
+    n, d, v = 40, 16, 300
+    x, w = (torch.randn(*shape, generator=generator) for shape in ((n, d), (v, d)))
+    far = [5, 38]
+    x[far] *= 40
+    x, w, target = x.bfloat16(), w.bfloat16(), torch.randint(0, v, (n,), generator=generator)
+    weight = torch.randn(n, generator=generator)
+    repaired: list[int] = []
+
+    def repair(*arguments: Any, e: Tensor | None, **options: Any) -> None:
+        before = None if e is None else e.clone()
+        if e is not None:
+            e.fill_(7.0)
+        REPAIR(*arguments, e=e, **options)
+        if e is not None and before is not None:
+            redone = (e != 7).any(1)
+            repaired.append(int(redone.sum()))
+            e[~redone] = before[~redone]
+
+    def row_by_row(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+        for i in range(len(a)):
+            total[i] = a[i] @ b if first else total[i] + a[i] @ b
+
+    def results(rows: Sequence[int], budget: int | None = None, kept: Tensor | None = None) -> list[Tensor]:
+        input, head = x[rows].requires_grad_(), w.clone().requires_grad_()
+        y = target[rows] if kept is None else torch.where(kept[rows], target[rows], -100)
+        options: dict[str, Any] = {"memory_budget": budget, "implementation": Running.implementation}
+        options["batch_invariant"] = True
+        loss = token_losses.weighted_nll(), weight[rows]
+        summed, stats = core_triton.linear_token_loss_with_stats(
+            input, head, y, *loss, stats=("log_prob", "lse"), reduction="sum", **options
+        )
+        log_probs = core_triton.linear_log_probs(input, head, y, softcap=200.0, **options)
+        of_rows, of_call = core_triton.linear_cross_entropy_with_stats(input, head, y, reduction="none", **options)
+        losses = summed, log_probs.log_prob * weight[rows], of_rows
+        made = [stats.log_prob, stats.lse, log_probs.log_prob, log_probs.lse, of_rows, of_call.lse]
+        made += [torch.autograd.grad(one.sum(), input)[0] for one in losses]
+        return [one.detach() for one in made if one is not None]
+
+    with (
+        mock.patch("core_triton.plan.why_variant", return_value=None),
+        mock.patch.object(scaled_exp, "add_matmul", row_by_row),
+        mock.patch.object(scaled_exp.kernels, "repair", repair),
+    ):
+        everything = [*range(n)]
+        want = results(everything)
+        say(
+            name="repaired rows",
+            used={"differ": 0.0 if {*repaired} <= {1, 2} and repaired else 200.0},
+            repaired=repaired,
+        )
+        half = torch.rand(n, generator=generator) < 0.5
+        for name, rows, options in (
+            ("a repaired row alone", [38], {}),
+            ("a few in another order, without those that are repaired", [*range(30, 20, -1)], {}),
+            ("in other chunks, half of them ignored", everything, {"budget": 40_000, "kept": half}),
+        ):
+            counted = half[rows] if "kept" in options else torch.ones(len(rows), dtype=torch.bool)
+            found = results(rows, **options)
+            same = [torch.equal(a[counted], b[rows][counted]) for a, b in zip(found, want, strict=True)]
+            say(name=name, used={str(i): 0.0 if one else 200.0 for i, one in enumerate(same)})
+
+
 def run_token_kernel() -> None:
     """Compares `token_kernels` with the formulas under autograd: all named losses, on rows in any order and on a slice,
     with strided arguments of other dtypes, and with rows that do not contribute or are NaN."""
@@ -838,6 +910,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "token_loss": run_token_loss,
     "log_probs": run_log_probs,
     "kept_rows": run_kept_rows,
+    "batch_invariant": run_batch_invariant,
     "token_kernel": run_token_kernel,
     "rows": run_rows,
     "stored": run_stored,

@@ -295,8 +295,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/kernels.py",
-        "part.only_seen(exponential(part.logits, reference[:, None]))",
-        "exponential(part.logits, reference[:, None])",
+        "\n    exponentials = part.only_seen(exponential(part.logits, reference[:, None]))",
+        "\n    exponentials = exponential(part.logits, reference[:, None])",
         PALLAS,
     ),
     Mutation(
@@ -453,7 +453,7 @@ TOKEN_STATS = (
     ),
     Mutation("core_triton/row_statistics.py", "squares += factor * factor", "squares += factor", KERNEL_STATS),
     Mutation("core_triton/row_statistics.py", "(tl.max(lost, 0) == 0)", "(tl.max(lost, 0) != 0)", KEPT_ROWS),
-    Mutation("core_triton/scaled_exp.py", "statistics & BY_ROW != 0", "False", KEPT_ROWS),
+    Mutation("core_triton/scaled_exp.py", "OF_LOGITS, statistics & BY_ROW != 0", "OF_LOGITS, False", KEPT_ROWS),
     Mutation("core_triton/scaled_exp.py", "lse_out=unused", "lse_out=rows.lse_out", KERNEL_STATS),
     Mutation(
         "core_triton/plan.py",
@@ -715,9 +715,94 @@ ENTROPY_LOSSES = (
     ),
 )
 
+INVARIANT = tests("core_triton_interpreted", "batch_invariant")
+INVARIANT_PLAN = tests("core_triton_batch_invariant", "order_of_sums")
+INVARIANT_CODE = tests("core_triton_batch_invariant", "machine_code")
+INVARIANT_ERRORS = tests("core_triton_batch_invariant", "refused")
+PALLAS_INVARIANT = tests("jax_pallas_batch_invariant", "among_any_rows")
+PALLAS_INVARIANT_ERRORS = tests("jax_pallas_batch_invariant", "refused")
+BATCH_INVARIANT = (
+    # In core_triton: a repair writes the rows that need it only.
+    Mutation(
+        "core_triton/kernels.py",
+        "tl.where(stored[:, None], values.to(matrix.dtype), before)",
+        "values.to(matrix.dtype)",
+        INVARIANT,
+    ),
+    Mutation("core_triton/ops.py", "by_row = BY_ROW if options.batch_invariant else 0", "by_row = 0", INVARIANT),
+    Mutation(
+        "core_triton/linear_ce.py", "statistics |= BY_ROW if call.options.batch_invariant else 0", "pass", INVARIANT
+    ),
+    # One order of sums for any number of rows.
+    Mutation(
+        "core_triton/row_kernels.py",
+        'triton.jit(do_not_specialize=["rows"])(finish_rows_kernel.fn)',
+        "triton.jit(finish_rows_kernel.fn)",
+        INVARIANT_CODE,
+    ),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "\n        by_row = statistics & BY_ROW != 0",
+        "\n        by_row = False",
+        INVARIANT_CODE,
+    ),
+    Mutation("core_triton/tile_config.py", "narrow[-1:], tiles[-1:]", "narrow[-1:], tiles", INVARIANT_PLAN),
+    Mutation("core_triton/tile_config.py", "narrow[-1:], tiles[-1:]", "narrow, tiles[-1:]", INVARIANT_PLAN),
+    Mutation(
+        "core_triton/tile_config.py",
+        "(block_v if batch_invariant else MIN_VOCAB_CHUNK)",
+        "MIN_VOCAB_CHUNK",
+        INVARIANT_PLAN,
+    ),
+    Mutation("core_triton/plan.py", "if key.batch_invariant:", "if False:", INVARIANT_PLAN),
+    # What cannot hold is refused.
+    Mutation(
+        "core_triton/plan.py", "if not key.d_input or plan.d_input_tiling is not None:", "if True:", INVARIANT_ERRORS
+    ),
+    Mutation("core_triton/plan.py", 'if key.stage == "gradients":', "if False:", INVARIANT_ERRORS),
+    Mutation("core_triton/plan.py", 'if x.dtype != "bfloat16":', "if False:", INVARIANT_ERRORS),
+    Mutation("linear_ce/spec.py", 'if batch_invariant and implementation == "chunked":', "if False:", INVARIANT_ERRORS),
+    Mutation("linear_ce/spec.py", "if batch_invariant and label_smoothing:", "if False:", INVARIANT_ERRORS),
+    Mutation("linear_ce/spec.py", "if batch_invariant and saved_budget:", "if False:", INVARIANT_ERRORS),
+    # The same in jax_pallas.
+    Mutation(
+        "jax_pallas/kernels.py",
+        "part.inside & leaves_range(load(total_ref",
+        "part.inside | leaves_range(load(total_ref",
+        PALLAS_INVARIANT,
+    ),
+    Mutation(
+        "jax_pallas/kernels.py",
+        "pl.cdiv(rows, ROW_BLOCK) * ROW_BLOCK if statistics & BY_ROW else rows",
+        "rows",
+        tests("jax_pallas_kernels", "repair_recomputes"),
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "carry.d_weight is not None, statistics & BY_ROW != 0",
+        "carry.d_weight is not None, False",
+        PALLAS_INVARIANT,
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "*sizes, batch_invariant=batch_invariant",
+        "*sizes",
+        tests("jax_pallas_batch_invariant", "splits_no_sum"),
+    ),
+    Mutation(
+        "jax_pallas/tile_config.py",
+        "classes, FIXED_ROWS, False, programs",
+        "classes, FIXED_ROWS, True, programs",
+        tests("jax_pallas_batch_invariant", "order_of_sums"),
+    ),
+    Mutation("jax_pallas/plan.py", "if key.d_input and not mosaic:", "if False:", PALLAS_INVARIANT_ERRORS),
+    Mutation("jax_pallas/plan.py", 'if key.stage == "gradients":', "if False:", PALLAS_INVARIANT_ERRORS),
+    Mutation("jax_pallas/plan.py", "\n    if w.dtype != x.dtype:", "\n    if False:", PALLAS_INVARIANT_ERRORS),
+)
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
     *ENTROPY_LOSSES,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
