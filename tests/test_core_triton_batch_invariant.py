@@ -94,7 +94,7 @@ def launched_by(function: str, arch: int, n: int) -> list[Launch]:
         if function == "token_loss":
             stats = check_stats(("log_prob", "lse"))
             run_token_loss(
-                TokenCall(arrays, weights, options, token_losses.reinforce(), [row], False, needs_grad, [False], stats)
+                TokenCall(arrays, weights, options, token_losses.reinforce(), [row], needs_grad, [False], stats, False)
             )
         else:
             ops.run_log_probs(arrays, options, needs_grad)
