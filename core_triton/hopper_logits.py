@@ -21,6 +21,7 @@ from core_triton.gluon_common import (
     active_rows,
     add_exponentials,
     add_logits,
+    fit_in_float16,
     no_statistics,
     quarters,
     store_statistics,
@@ -48,6 +49,7 @@ from core_triton.kernels import (
     MAX,
     NO_PROBABILITY,
     OF_MAX,
+    SHIFTS,
     SQUARES,
     SUM_LIMIT,
     Active,
@@ -217,11 +219,14 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
             found = add_logits(found, logits, logit_sum, columns, column, switches.statistics, i * WIDTH)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
-            total += gl.sum(exponentials, 1)
+            of_quarter = gl.sum(exponentials, 1)
+            total += of_quarter
             found = add_exponentials(found, logits, exponentials, ref_exponent, switches.statistics)
             if switches.stores:
                 if switches.has_softcap:
                     exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, head.softcap))
+                if SHIFTS & switches.statistics:
+                    found, exponentials = fit_in_float16(found, exponentials, of_quarter, i)
                 packed = packed + (exponentials.to(e_desc.dtype),)
         if switches.stores:
             done = Done(packed, row, column)

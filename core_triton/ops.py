@@ -414,16 +414,24 @@ def plan_a(
     )
     plan, pair = plan_of(problem), None
     with library_settings(plan, arrays.input):
+        scales = None
         if plan.path == "scaled_exp":
-            loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+            if arrays.input.dtype == torch.float16 and grad_into is None:
+                from core_triton.float16 import scales_of  # Triton is not on every machine that has PyTorch
+
+                scales = scales_of(problem.row_weight)
+            loss, found, gradients = _scaled_exp(
+                problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, scales=scales
+            )
         else:
             if arrays.input.dtype == torch.float16 and grad_into is None:
                 pair = row_math.saved_scales(row_weight)
+                scales = torch.stack(pair)
             loss, found, gradients = chunked.loss_and_gradients(
                 _tiles(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
             )
             loss = loss.sum() if reduce else loss
-    return loss, found, gradients, None if pair is None else torch.stack(pair)
+    return loss, found, gradients, scales
 
 
 def run_losses(
@@ -506,10 +514,19 @@ def _scaled_exp(
     reduce: bool,
     hook: TokenHook | None = None,
     d_input: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)
+    return scaled_exp(
+        problem,
+        needs_grad,
+        statistics=statistics,
+        reduce=reduce,
+        hook=hook,
+        d_input=d_input,
+        scales=scales,
+    )
 
 
 def _recorded(

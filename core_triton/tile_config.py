@@ -364,6 +364,14 @@ def choose_scaled_exp(
     return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
 
 
+D_WEIGHT_BYTES = 2**25  # of a float32 matmul of cuBLAS that is then multiplied by a power of two: float16
+
+
+def d_weight_classes(hidden: int, classes: int, budget: int) -> int:
+    """Returns the classes of such a matmul."""
+    return max(min(classes, min(D_WEIGHT_BYTES, budget // 16) // (4 * hidden)), 1)
+
+
 def padded_hidden(hidden: int, itemsize: int) -> int:
     """Returns the least length of a row of the input or the head that is a multiple of 16 bytes."""
     return -(-hidden * itemsize // 16) * 16 // itemsize

@@ -21,7 +21,11 @@ LSE = 32
 # it. Then its log-probability does not depend on how a call is divided, bit for bit.
 BY_ROW = 64
 
+# Not a statistic: the exponents by which stored exponentials of float16 were divided to fit, four in a number: (46).
+SHIFTS = 128
+
 OF_LOGITS = MAX | ARGMAX | ENTROPY | LOGIT_SUM | SQUARES
+OF_BLOCKS = OF_LOGITS | SHIFTS  # what kernels write for each row and class block
 
 # What each field of `TokenStats` is made from. log_prob is an argument of the token loss in any case.
 NEEDED = {
@@ -64,4 +68,4 @@ def statistics_for(stats: Sequence[bool]) -> int:
 
 def planes(statistics: int) -> int:
     """Returns how many numbers a kernel writes for them for each row and class block."""
-    return (statistics & OF_LOGITS).bit_count()
+    return (statistics & OF_BLOCKS).bit_count()
