@@ -5,7 +5,7 @@ bfloat16 has the range of float32, so the target's logit is a good enough refere
     reference exponents from an estimate of lse       `place`: a sample of the classes, and the target
     exponentials that are too large are shifted       `kernels.fit_in_float16`, in the kernels of the exponentials
     a row with a shift gets one shift for all classes `finish`
-    rho x in float16                                  `finish`: one power of two for a chunk, which E^T x is multiplied by
+    rho x in float16                                  `finish`: one power of two for a chunk, a factor of E^T x
     gradients for an unknown upstream gradient        `scales_of`, `finish` and `scale_head`: (34)
 
 A row that is shifted is read and written once more. Nothing is multiplied again. The kernels here have no matmul.

@@ -308,10 +308,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
         fits_float16 = x.dtype == "float16" and key.stage != "losses"
         copied = key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes)
-        if fits_float16:  # rows' numbers; a sample of the head, its bias, and its rows padded
-            copied += 24 * max(tokens, 1) + 8192 + tile.block_v * (2 * x.itemsize * padded_hidden + w.itemsize + 8)
-            if key.d_weight and not d_weight_kernel:
-                copied += 4 * hidden * tile_config.d_weight_classes(hidden, key.classes, key.memory_budget)
+        if fits_float16:  # rows' numbers; a sample of the head, which is copied unless its rows can be read in place
+            copies = casts_head + (w.strides[1] != 1 or padded_hidden != hidden)
+            copied += 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
@@ -340,6 +339,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stores=needs_grad,
             saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             d_input=key.d_input,
+            scales_d_weight=fits_float16 and key.d_weight and not d_weight_kernel,
             holds=holds_rows,
             needs_cast=casts_head,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.

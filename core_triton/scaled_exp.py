@@ -258,7 +258,7 @@ def saved_gradients(
             if d_weight is not None:
                 saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=rho)
                 active = Active(saved.count, chunk.start, int(starts))
-                _add_d_weight(problem, e, chunk_x, active, d_weight, first=starts)
+                _add_d_weight(problem, e, chunk_x, scaled, active, d_weight, first=starts)
             if d_bias is not None:
                 row_kernels.add_class_sums(d_bias, e, rho, first=starts)
         total = None if d_weight is None else d_weight.sum
@@ -361,7 +361,7 @@ def _run(
         if plan.fits_float16:
             count = _fit_in_float16(problem, config, rows, chunk, scratch, e, chunk_x, statistics, d_weight is not None)
         if d_weight is not None:
-            _add_d_weight(problem, e, chunk_x, Active(count, start, int(first)), d_weight, first=first)
+            _add_d_weight(problem, e, chunk_x, scratch, Active(count, start, int(first)), d_weight, first=first)
         if d_bias is not None:
             row_kernels.add_class_sums(d_bias, e, At(rows.rho, start), first=first)
         if d_input is not None:
@@ -629,22 +629,27 @@ def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
     return copy
 
 
-def _add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: ClassSum, *, first: bool) -> None:
+def _add_d_weight(
+    problem: Problem, e: Tensor, x: Tensor, scratch: Tensor, active: Active, d_weight: ClassSum, *, first: bool
+) -> None:
     """Adds e^T @ x to d_weight: (33) without the targets' terms. x (n, >= D) is already multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
         module = hopper_gradients if plan_of(problem).hopper else ampere_gradients
         module.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
         return
     hidden = problem.input.shape[1]
-    rows_of_x, of_e, classes, power = operand(x[:, :hidden], x.dtype), operand(e, e.dtype).T, e.shape[1], None
-    if isinstance(active.count, At):
-        count = active.count.tensor[active.count.start]
-        power = torch.ldexp(torch.ones_like(count, dtype=torch.float32)[1], count[1])
-    # A float32 matmul of all classes that is then multiplied by the power would take as much memory as the head.
-    step = classes if power is None else tile_config.d_weight_classes(hidden, classes, plan_of(problem).memory_budget)
+    rows_of_x, of_e, classes = operand(x[:, :hidden], x.dtype), operand(e, e.dtype).T, e.shape[1]
+    if not plan_of(problem).fits_float16:
+        d_weight.put_matmul(slice(0, classes), of_e, rows_of_x, None, first=first)
+        return
+    assert isinstance(active.count, At)
+    _, exponent = active.count.tensor[active.count.start].unbind()
+    power, step = torch.ldexp(scratch.new_ones(()), exponent), len(scratch) // hidden
     for start in range(0, classes, step):
         piece = slice(start, min(start + step, classes))
-        d_weight.put_matmul(piece, of_e[piece], rows_of_x, power, first=first)
+        product = scratch[: (piece.stop - start) * hidden].view(-1, hidden)
+        add_matmul(product, of_e[piece], rows_of_x, first=True)
+        d_weight.put(piece, product.mul_(power), first=first)
 
 
 def _store_d_input(
