@@ -87,14 +87,13 @@ def exponentials_kernel(
             logit_sum = gl.sum(gl.where(gl.expand_dims(columns < classes, 0), logits, 0.0), 1)
         found = add_logits(found, logits, logit_sum, columns, column, STATISTICS, i * WIDTH)
         exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
-        of_quarter = gl.sum(exponentials, 1)
-        total += of_quarter
+        total += gl.sum(exponentials, 1)
         found = add_exponentials(found, logits, exponentials, ref_exponent, STATISTICS)
         if STORES:
             if HAS_SOFTCAP:
                 exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
             if SHIFTS & STATISTICS:
-                found, exponentials = fit_in_float16(found, exponentials, of_quarter, i)
+                found, exponentials = fit_in_float16(found, exponentials, total, i)
             stored = gl.convert_layout(exponentials.to(dtype), by_quarter)
             store_tile(e_matrix, e_stride, stored, row, column + i * WIDTH, rows, classes)
     out = class_block.to(gl.int64) * rows + row_ids

@@ -104,7 +104,7 @@ def add_exponentials(found, logits, exponentials, ref_exponent, STATISTICS: gl.c
 @gluon.jit
 def fit_in_float16(found, exponentials, total, QUARTER: gl.constexpr):
     """Returns the statistics with the shift of a quarter of a tile, and its exponentials, each row divided by a power
-    of two so that float16 holds them: `kernels.fit_in_float16`. `total` is their sum."""
+    of two so that float16 holds them: `kernels.fit_in_float16`. `total` is the sum of these and of earlier quarters."""
     shift = gl.minimum(gl.maximum(gl.floor(gl.log2(total)) - LARGEST_EXPONENT, 0.0), MOST_SHIFT)
     shifts = found.shifts + shift * 64.0**QUARTER
     found = Statistics(found.top, found.argmax, found.exp_log, found.logit, found.squares, shifts)

@@ -125,7 +125,7 @@ def store_d_weight(
 
 @gluon.jit
 def d_weight_warpgroup(
-    d_weight_desc, ring, buffers, active, hidden, classes, power_ptr, ADDS: gl.constexpr, LOADED: gl.constexpr,
+    d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS: gl.constexpr, LOADED: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = ring.b.shape[0]
@@ -172,8 +172,8 @@ def d_weight_warpgroup(
                         stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-            if power_ptr is not None:
-                acc *= chunk_power(power_ptr)
+            if len(power) > 0:
+                acc *= chunk_power(power[0])
             first, second, third, fourth = quarters(acc, quarter)
             if LOADED > 0:
                 first += old[0].to(gl.float32)
@@ -211,11 +211,13 @@ def d_weight_kernel(
     active = active_rows(count_ptr, start, least, rows)
     ring = make_ring(x_desc, e_desc, STAGES)
     buffers = make_buffers(d_weight_desc)
-    power_ptr = count_ptr if HAS_POWER else None
+    power = ()  # nothing that the warpgroups would get where there is none
+    if HAS_POWER:
+        power = (count_ptr,)
     gl.warp_specialize(
         [
-            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, power_ptr, ADDS, LOADED, 0)),
-            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, power_ptr, ADDS, LOADED, 1)),
+            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, 0)),
+            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, 1)),
             (load_d_weight, (x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED)),
         ],
         [4, 1],

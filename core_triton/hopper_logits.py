@@ -219,14 +219,13 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
             found = add_logits(found, logits, logit_sum, columns, column, switches.statistics, i * WIDTH)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
-            of_quarter = gl.sum(exponentials, 1)
-            total += of_quarter
+            total += gl.sum(exponentials, 1)
             found = add_exponentials(found, logits, exponentials, ref_exponent, switches.statistics)
             if switches.stores:
                 if switches.has_softcap:
                     exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, head.softcap))
                 if SHIFTS & switches.statistics:
-                    found, exponentials = fit_in_float16(found, exponentials, of_quarter, i)
+                    found, exponentials = fit_in_float16(found, exponentials, total, i)
                 packed = packed + (exponentials.to(e_desc.dtype),)
         if switches.stores:
             done = Done(packed, row, column)
