@@ -1,4 +1,4 @@
-"""What plan A with scaled exponentials needs for float16, whose range is 40 powers of two: MATH.md (45)-(48).
+"""What plan A with scaled exponentials needs for float16, whose range is 40 powers of two: MATH.md section 15.
 
 bfloat16 has the range of float32, so the target's logit is a good enough reference. For float16:
 

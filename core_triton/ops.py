@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import chunked, row_math
+from core_triton import chunked, ranges, row_math
 from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
@@ -538,7 +538,7 @@ def _recorded(
     grad_into: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed."""
-    if options.implementation == "chunked" or not arrays.input.is_cuda or _modes():
+    if options.implementation == "chunked" or not arrays.input.is_cuda or _modes() or ranges.current():
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 

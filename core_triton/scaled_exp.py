@@ -3,16 +3,17 @@
 The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
 2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long
 as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
-the range are computed again with k from the largest logit.
+the range are computed again with k from the largest logit. `ranges.py` counts them. float16 has a smaller range:
+`float16.py`.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for bfloat16, and for label smoothing where its terms are of rank one
-(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The steps for
-each chunk of rows:
+exponentials. Plan A with scaled exponentials is for 16 bits, and in bfloat16 for label smoothing where its terms are of
+rank one (`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The
+steps for each chunk of rows:
 
     rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
     exponentials and their sums                       `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x    `row_kernels.finish_rows`
+    loss, and the factors of rows; x becomes rho x    `row_kernels.finish_rows`, for float16 `float16.finish`
     d_weight += E^T (rho x)                           `_add_d_weight`
     d_input = rho (E W) + theta w_target              `_store_d_input`
 
@@ -36,6 +37,7 @@ from core_triton import (
     hopper_logits,
     input_grad,
     kernels,
+    ranges,
     row_kernels,
     row_statistics,
     saved_kernels,
@@ -386,6 +388,10 @@ def _run(
         same = (d_bias.shape, d_bias.dtype) == (b.shape, b.dtype)
         d_bias = d_bias if same else row_kernels.class_gradient(d_bias, b)
     gradients = Gradients(d_input, made_d_weight, d_bias)
+    report = ranges.current()
+    if report is not None:
+        shift = rows.float16.shift if rows.float16 is not None and any(needs_grad) else None
+        report.add(rows.flag, shift, rows.count)
     loss, row_weight = rows.loss_out, problem.row_weight
     if hook is not None:
         assert hook.gradient_weight is not None
