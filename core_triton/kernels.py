@@ -482,18 +482,18 @@ def repair_kernel(
                     ref_exponent = tl.where(redone, ref_exponent, kept)
                 tl.store(ref_exponent_ptr + row_ids, ref_exponent, mask=redone)
                 exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
-                total = tl.sum(exponentials, 1)
-                tl.store(sum_ptr + out, total, mask=redone)
+                tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=redone)
                 if STATISTICS:
                     at = max_ptr + class_block.to(tl.int64) * planes(STATISTICS) * rows + row_ids
                     store_statistics(
                         at, rows, logits, exponentials, ref_exponent, redone, column, classes, STATISTICS, BLOCK_V
                     )
                 if STORES:
+                    if SHIFTS & STATISTICS:
+                        total = tl.sum(exponentials, 1)
+                        exponentials = fit_in_float16(at, rows, exponentials, total, inside, STATISTICS)
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-                    if SHIFTS & STATISTICS:
-                        exponentials = fit_in_float16(at, rows, exponentials, total, inside, STATISTICS)
                     store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
             else:
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
