@@ -414,9 +414,9 @@ def plan_a(
     )
     plan, pair = plan_of(problem), None
     with library_settings(plan, arrays.input):
-        scales = None
+        scales, needs_scales = None, arrays.input.dtype == torch.float16 and grad_into is None
         if plan.path == "scaled_exp":
-            if arrays.input.dtype == torch.float16 and grad_into is None:
+            if needs_scales:
                 from core_triton.float16 import scales_of  # Triton is not on every machine that has PyTorch
 
                 scales = scales_of(problem.row_weight)
@@ -424,7 +424,7 @@ def plan_a(
                 problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, scales=scales
             )
         else:
-            if arrays.input.dtype == torch.float16 and grad_into is None:
+            if needs_scales:
                 pair = row_math.saved_scales(row_weight)
                 scales = torch.stack(pair)
             loss, found, gradients = chunked.loss_and_gradients(

@@ -574,7 +574,7 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/grad_into.py", "        self.done = True\n", "        self.done = False\n", INTO),
     Mutation("core_triton/grad_into.py", "            one == 1,\n", "            one == one,\n", INTO),
     Mutation("core_triton/grad_into.py", "grad_into is not None and hooks(True)", "False", INTO),
-    Mutation("core_triton/ops.py", "torch.float16 and grad_into is None:", "torch.float16:", INTO),
+    Mutation("core_triton/ops.py", "torch.float16 and grad_into is None", "torch.float16", INTO),
     Mutation(
         "core_triton/grad_into.py", "    if explains or not torch.is_grad_enabled():\n        return None", "", INTO
     ),
@@ -674,9 +674,26 @@ SAVED_ROWS = (
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
 )
+FITS = tests("core_triton_interpreted", "fit_in_float16")
+FLOAT16 = (
+    Mutation("core_triton/kernels.py", "return exponentials * tl.exp2(-shift)[:, None]", "return exponentials", FITS),
+    Mutation("core_triton/float16.py", "rho *= power_of_two(shift)", "pass", FITS),
+    Mutation("core_triton/float16.py", "tl.exp2(shift.to(tl.float32) - row_shift)", "1.0", FITS),
+    Mutation("core_triton/float16.py", "rho * power_of_two(-power)", "rho * power_of_two(1 - power)", FITS),
+    Mutation("core_triton/float16.py", "total += tl.where(top > none", "total += 0 * tl.where(top > none", FITS),
+    Mutation("core_triton/float16.py", "of_head += exponent_of", "0 + exponent_of", FITS),
+    Mutation("core_triton/float16.py", "scale_ptr + 1) / tl.load(scale_ptr)", "scale_ptr + 1)", FITS),
+    Mutation("core_triton/ranges.py", "(shift[: int(count)] > 0)", "(shift[: int(count)] >= 0)", FITS),
+    Mutation(
+        "core_triton/gluon_common.py",
+        "gl.load(count_ptr + 1)",
+        "gl.load(count_ptr)",
+        tests("core_triton_input_grad", "test_d_weight"),
+    ),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *FLOAT16),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

@@ -575,7 +575,7 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
-@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "eval"])
+@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "train-fp16", "eval"])
 def test_calls_that_can_be_replayed_only_allocate_and_launch(name: str) -> None:
     """Otherwise `replay.Recorder` records nothing, and each call takes the host time of the first."""
     with fake_gpu(90), Meter() as meter:
