@@ -440,8 +440,27 @@ SPILLS = {
         "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
         "STATISTICS=31)": 152
     },
+    # Statistics beside the shifts of float16.
+    (90, "options-fp16"): {
+        "hopper_logits.exponentials_kernel(fp16[64, 64], fp16[256, 64], fp16[64, 64]; STORES,W_BY_CLASS,HAS_BIAS,"
+        "HAS_SOFTCAP,STATISTICS=129)": 64
+    },
+    (90, "token-stats-fp16"): {
+        "kernels.repair_kernel(fp16[64, 64], fp16[256, 64], fp16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
+        "STATISTICS=159)": 8
+    },
     (100, "token-stats-fp16"): {
-        "kernels.statistics_kernel(fp16[128, 64], fp16[128, 64]; WEIGHTED,W_BY_CLASS,STATISTICS=22)": 104
+        "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64], fp16[128, 128]; STORES,W_BY_CLASS,"
+        "STATISTICS=159)": 144
+    },
+    (100, "entropy-fp16"): {
+        "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64]; W_BY_CLASS,HAS_BIAS,HAS_SOFTCAP,STATISTICS=4)": 40
+    },
+    **{
+        (arch, "token-stats-fp16"): {
+            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,STATISTICS=159)": 312,
+        }
+        for arch in (80, 89)
     },
     **{
         (arch, "token-stats"): {
