@@ -27,6 +27,7 @@ from jax_pallas.row_kernels import (
     Exponentials,
     Repaired,
     repaired_ref_exponent,
+    top_exponent_of,
 )
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
@@ -258,6 +259,7 @@ class Repair(NamedTuple):
 
     matmul: Matmul
     programs: int
+    top_exponent: int
 
 
 def repair_kernel(
@@ -286,7 +288,7 @@ def repair_kernel(
 
         @pl.when(launch_step == REDOES)
         def _redo() -> None:
-            ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside))
+            ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside), repair.top_exponent)
             sum_ref, target_exp_ref, target_logit_ref, exp_log_ref, square_ref = results
             of_targets = target_exp_ref, target_logit_ref
             io = ExponentialsIO(target_ref, e_ref, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
@@ -309,7 +311,7 @@ def repair(
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     matmul = Matmul(size, problem.classes, *options, ranged=False)
-    static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
+    static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS), top_exponent_of(problem))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32)
