@@ -195,6 +195,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         # XLA's GEMMs take whole arrays: nothing is padded.
         stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
     fits_float16 = x.dtype == "float16" and multiplies and not key.label_smoothing and key.stage != "losses"
+    multiplies &= x.dtype == "bfloat16" or fits_float16
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))
@@ -202,7 +203,6 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "saved_rows", "statistics") and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16" or fits_float16)
     )
-    fits_float16 &= scaled_exp
     if key.stage == "saved_rows":
         unsaved = why_unsaved(key.implementation, x, w, key.vocab_axis, key.classes, key.label_smoothing)
         if unsaved is not None:
@@ -273,7 +273,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             d_input_kernel=multiplies, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
             fits_float16=fits_float16,
         )  # fmt: skip
-    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into and x.dtype == "bfloat16"
+    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into and not fits_float16
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,

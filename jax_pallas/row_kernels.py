@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jax_pallas.problem import Problem, plan_of
+from jax_pallas.problem import Problem
 from jax_pallas.row_math import nll_and_lse
 from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
@@ -354,7 +354,7 @@ FLOAT16_TOP = 13  # of the largest exponential of a row of float16 that is compu
 
 def top_exponent_of(problem: Problem) -> int:
     """Returns where the largest exponential of a row is placed that is computed again, as a power of two."""
-    return FLOAT16_TOP if plan_of(problem).fits_float16 else 0
+    return FLOAT16_TOP if problem.plan is not None and problem.plan.fits_float16 else 0
 
 
 def repaired_ref_exponent(top: Array, top_exponent: int) -> Array:

@@ -3,16 +3,16 @@
 The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
 2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long
 as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
-the range are computed again with k from the largest logit.
+the range are computed again with k from the largest logit. float16 has a smaller range: `float16.py`.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for bfloat16, and for label smoothing where its terms are of rank one
-(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights.
+exponentials. Plan A with scaled exponentials is for bfloat16, with label smoothing where its terms are of rank one
+(`smoothing.py`), and on Hopper for float16. The backward pass of plan C runs it too, with the upstream gradients as row weights.
 `row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that contribute.
 The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`
+    loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`, for float16 `float16.fit`
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 

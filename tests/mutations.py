@@ -675,6 +675,7 @@ SAVED_ROWS = (
     ),
 )
 FITS = tests("core_triton_interpreted", "fit_in_float16")
+JAX_FITS, JAX_FITS_PLAN = ("tests/test_jax_pallas_float16.py",), tests("jax_pallas_plan", "test_paths")
 FLOAT16 = (
     Mutation("core_triton/kernels.py", "return exponentials * tl.exp2(-shift)[:, None]", "return exponentials", FITS),
     Mutation("core_triton/float16.py", "rho *= power_of_two(shift)", "pass", FITS),
@@ -690,6 +691,13 @@ FLOAT16 = (
         "gl.load(count_ptr)",
         tests("core_triton_input_grad", "test_d_weight"),
     ),
+    Mutation("jax_pallas/row_kernels.py", ">> 23) - 127", ">> 23) - 128", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "rho = rho * power_of_two(shift)", "pass", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "again | (rho == 0)", "rho == 0", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "jnp.exp2(own.astype(jnp.float32) - shift)", "jnp.exp2(-shift)", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "piece < IN_A_NUMBER", "piece <= IN_A_NUMBER", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "power_of_two(exponent) * head", "power_of_two(exponent)", JAX_FITS),
+    Mutation("jax_pallas/plan.py", "multiplies and not key.label_smoothing", "multiplies", JAX_FITS_PLAN),
 )
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
