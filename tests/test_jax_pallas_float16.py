@@ -36,10 +36,9 @@ def test_fit(scales: Any) -> None:
     x = random.standard_normal((n + 2, d)).astype(np.float16)
     rho, theta = np.array([1e-6, 2e-6, 0.0, 3e-9], np.float32), random.standard_normal(n).astype(np.float32)
     flag = jnp.array([1, 1], jnp.int32)
-    of_rows = [jnp.zeros(n)] * 4
     zeros = jnp.zeros((blocks, n))
     for again in (False, True):
-        rows = CallRows(*of_rows, flag * again, *[jnp.zeros(n)] * 4, theta=jnp.asarray(theta))
+        rows = CallRows(*[jnp.zeros(n)] * 10)._replace(flag=flag * again, theta=jnp.asarray(theta))
         found = Exponentials(None, zeros, None, zeros, zeros, shifts=packed[0], shifts_high=packed[1])
         chunk, place = Slice(0, n, None), jnp.array([0, 0, 2, n], jnp.int32)
         as_scales = None if scales is None else tuple(map(jnp.float32, scales))
