@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import chunked, row_math
+from core_triton import chunked, ranges, row_math
 from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
@@ -422,9 +422,15 @@ def plan_a(
         vectors=0 if hook is None else hook.bytes,
         grad_into=grad_into,
     )
-    plan, pair = plan_of(problem), None
-    if plan.path != "scaled_exp" and arrays.input.dtype == torch.float16 and grad_into is None:
+    plan, pair, scales = plan_of(problem), None, None
+    needs_scales = arrays.input.dtype == torch.float16 and grad_into is None
+    if needs_scales and plan.path == "scaled_exp":
+        from core_triton.float16 import scales_of  # Triton is not on every machine that has PyTorch
+
+        scales = scales_of(problem.row_weight)
+    elif needs_scales:
         pair = row_math.saved_scales(row_weight)
+        scales = torch.stack(pair)
     if hook is not None and statistics & D_ENTROPY and plan.path == "recompute":
         ones = (row_weight != 0).float()  # the weighted loss of a row is then its negative log-likelihood
         nll, found = plan_b(arrays, options, ones, statistics=statistics, reduce=False, vectors=hook.bytes)
@@ -437,16 +443,18 @@ def plan_a(
                 _tiles(plan), of_rows, plan.chunk_config, found.lse, coefficients, needs_grad, scales=pair
             )
         loss = hook.loss.sum() if reduce else hook.loss
-        return loss, found, gradients, None if pair is None else torch.stack(pair)
+        return loss, found, gradients, scales
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
-            loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+            loss, found, gradients = _scaled_exp(
+                problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, scales=scales
+            )
         else:
             loss, found, gradients = chunked.loss_and_gradients(
                 _tiles(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
             )
             loss = loss.sum() if reduce else loss
-    return loss, found, gradients, None if pair is None else torch.stack(pair)
+    return loss, found, gradients, scales
 
 
 def run_losses(
@@ -530,10 +538,19 @@ def _scaled_exp(
     reduce: bool,
     hook: TokenHook | None = None,
     d_input: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)
+    return scaled_exp(
+        problem,
+        needs_grad,
+        statistics=statistics,
+        reduce=reduce,
+        hook=hook,
+        d_input=d_input,
+        scales=scales,
+    )
 
 
 def _recorded(
@@ -545,7 +562,7 @@ def _recorded(
     grad_into: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed."""
-    if options.implementation == "chunked" or not arrays.input.is_cuda or _modes():
+    if options.implementation == "chunked" or not arrays.input.is_cuda or _modes() or ranges.current():
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 

@@ -123,6 +123,8 @@ class ExecutionPlan:
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
             rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
+        fits_float16: whether scaled exponentials of float16 are fitted to its range (`float16.py`). Where no gradient
+            follows, now or from a token loss, they are sums in float32 only and need not be.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
@@ -146,6 +148,7 @@ class ExecutionPlan:
     memory_budget: int
     matmuls: tuple[str, ...]
     smooths: bool = False
+    fits_float16: bool = False
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
@@ -339,7 +342,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         or (
             # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
             key.stage in ("loss_and_gradients", "saved_rows", "statistics")
-            and x.dtype == "bfloat16"
+            # d_input and d_weight of float16 have different scales, which the terms of rank one do not.
+            and (x.dtype == "bfloat16" or not key.label_smoothing)
             # Rows of exponentials would be too long for the kernels' int32 offsets.
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )
@@ -360,6 +364,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
         d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden and not key.grad_into
         holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
+        fits_float16 = x.dtype == "float16" and key.stage != "losses"
+        copied = key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes)
+        if fits_float16:  # rows' numbers; a sample of the head, which is copied unless its rows can be read in place
+            copies = casts_head + (w.strides[1] != 1 or padded_hidden != hidden)
+            copied += 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
@@ -388,13 +397,14 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             stores=needs_grad,
             saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             d_input=key.d_input,
+            scales_d_weight=fits_float16 and key.d_weight and not d_weight_kernel,
             holds=holds_rows,
             needs_cast=casts_head,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=1 if key.stage == "saved_rows" else key.statistics,
+            statistics=1 if key.stage == "saved_rows" else key.statistics + (fits_float16 and needs_grad),
             tiling=tiling,
             splits_head=key.splits_head,
-            copied=key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes),
+            copied=copied,
             batch_invariant=key.batch_invariant,
             call=call,
             budget=key.memory_budget,
@@ -403,7 +413,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             gpu=key.device.gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
-            matmuls=matmuls, smooths=key.label_smoothing != 0,
+            matmuls=matmuls, smooths=key.label_smoothing != 0, fits_float16=fits_float16,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,

@@ -171,7 +171,7 @@ class ScaledExpConfig:
         splits_tiles: the tiles of our kernel may be split along the classes: `SplitKSchedule`.
         head_rows: rows of the head that a matmul takes at a time: all of them, unless they must be cast.
         blocks: class blocks. Each has partial sums.
-        scratch: float32 elements of one buffer, first for partial sums, then for the matmul of d_input.
+        scratch: float32 elements of one buffer, first for partial sums, then for the matmuls of gradients.
         bytes: bytes of workspace.
     """
 
@@ -225,6 +225,9 @@ def choose_d_input_tiling(multiprocessors: int, ampere_tile: TileConfig | None) 
 
 CAST_BYTES = 2**25
 
+# Of a float32 matmul of d_weight by cuBLAS, times a power of two: float16. Wide matmuls are faster.
+D_WEIGHT_BYTES, ROOMY_BUDGET = 2**25, 2**28
+
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
 
@@ -238,6 +241,7 @@ def choose_scaled_exp(
     stores: bool,
     saves: bool = False,
     d_input: bool,
+    scales_d_weight: bool = False,
     holds: bool,
     needs_cast: bool,
     statistics: int,
@@ -261,6 +265,7 @@ def choose_scaled_exp(
         stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
         saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         d_input: d_input is computed.
+        scales_d_weight: d_weight is a float32 matmul of cuBLAS, a few classes at a time, times a power of two.
         holds: the memory of d_input holds the chunk's rows of the input.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: how many numbers besides the sums a kernel writes for each row and class block.
@@ -286,6 +291,9 @@ def choose_scaled_exp(
     # `scaled_exp.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not full.
     fixed += (3 * -(-tokens // (ROW_BLOCK // 2)) + 2) * -(-classes // block_v)
     in_workspace = stores and not saves
+    d_weight_scratch = scales_d_weight * min(classes, MIN_VOCAB_CHUNK) * hidden
+    if budget >= ROOMY_BUDGET:
+        d_weight_scratch = scales_d_weight * min(classes * hidden, D_WEIGHT_BYTES // 4)
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
     @cache
@@ -306,7 +314,7 @@ def choose_scaled_exp(
         d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
-        scratch = max((1 + statistics) * blocks * rows, d_input_scratch)
+        scratch = max((1 + statistics) * blocks * rows, d_input_scratch, d_weight_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
         size += rows * itemsize * (padded(classes) * in_workspace + hidden * (saves or not holds)) + 4 * scratch

@@ -46,10 +46,10 @@ from jax_pallas.hopper_tiles import (
     logits_warpgroup,
     walk_of,
 )
-from jax_pallas.row_kernels import LN_2, LOG2_E, Exponentials
+from jax_pallas.row_kernels import IN_A_NUMBER, LN_2, LOG2_E, Exponentials, shift_of
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
-from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_LOGITS, SQUARES
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, SHIFTS, SQUARES
 
 STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
 
@@ -240,6 +240,13 @@ def exponentials_epilogue(
         found = {name: carried[name] + value for name, value in found.items()}
     if switches.statistics & MAX:
         found |= largest_of(half, piece, half.masked(capped, piece, -jnp.inf), carried, switches.statistics)
+    if switches.statistics & SHIFTS:
+        shift = shift_of(found["sums"])
+        values = values * lax.broadcast_in_dim(jnp.exp2(-shift), values.shape, (0,))
+        packed = shift * 256.0 ** (piece % IN_A_NUMBER)
+        for first, name in ((0, "shifts"), (IN_A_NUMBER, "shifts_high")):
+            own = packed if first <= piece < first + IN_A_NUMBER else jnp.zeros_like(packed)
+            found[name] = own if carried is None else carried[name] + own
     half.put_last(piece, found)
     logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
     store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["ref_exponent"]), logits)
@@ -286,13 +293,14 @@ def exponentials(
     by_row = {"ref_exponent": tiles.by_row(ref_exponent, jnp.inf)}  # no row: zeros
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
     bits = {"tops": MAX, "columns": ARGMAX, "exp_logs": ENTROPY, "logit_sums": LOGIT_SUM, "squares": SQUARES}
+    bits |= {"shifts": SHIFTS, "shifts_high": SHIFTS}
     names = ["sums", *(name for name, bit in bits.items() if statistics & bit)]
     results = dict.fromkeys(names, tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
     if stores:
-        results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), jnp.bfloat16)
+        results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), x.dtype)
     found = launch_tiles(
         "exponentials",
-        partial(exponentials_epilogue, ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_LOGITS)),
+        partial(exponentials_epilogue, ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)),
         tiles,
         x,
         w,
@@ -300,7 +308,7 @@ def exponentials(
         by_row,
         operands,
         results,
-        stored=jnp.bfloat16 if stores else None,
+        stored=x.dtype if stores else None,
         interpret=interpret,
     )
     if "exp_logs" in found:

@@ -28,6 +28,7 @@ from jax_pallas.row_kernels import (
     Repaired,
     leaves_range,
     repaired_ref_exponent,
+    top_exponent_of,
 )
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
@@ -273,6 +274,7 @@ class Repair(NamedTuple):
 
     matmul: Matmul
     programs: int
+    top_exponent: int
 
 
 def repair_kernel(
@@ -304,7 +306,7 @@ def repair_kernel(
 
         @pl.when(launch_step == REDOES)
         def _redo() -> None:
-            ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside))
+            ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside), repair.top_exponent)
             sum_ref, target_exp_ref, target_logit_ref, exp_log_ref, square_ref = results
             of_targets = target_exp_ref, target_logit_ref
             all_rows = e_ref if total_ref is None else None
@@ -318,7 +320,7 @@ def repair_kernel(
         @pl.when(launch_step > FINDS)
         def _redo_rows() -> None:
             lost = part.inside & leaves_range(load(total_ref, part.row, mask=part.inside))
-            reference = repaired_ref_exponent(load(top_ref, at, mask=lost)) * LN_2
+            reference = repaired_ref_exponent(load(top_ref, at, mask=lost), repair.top_exponent) * LN_2
             exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
             store_e(matmul, part._replace(inside=lost), exponentials, e_ref)
 
@@ -341,7 +343,7 @@ def repair(
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     matmul = Matmul(size, problem.classes, *options, ranged=False)
-    static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
+    static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS), top_exponent_of(problem))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(size, statistics)), jnp.float32)

@@ -469,7 +469,7 @@ def _plan_a(
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
-        losses, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics)
+        losses, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics, scales=scales)
     else:
         losses, found, gradients = chunked.loss_and_gradients(
             _tiles(plan), problem, plan.chunk_config, needs_grad, scales, statistics
@@ -507,7 +507,7 @@ def _token_plan_a(
     elif plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import token_loss_and_gradients
 
-        rows, log_prob, found, gradients = token_loss_and_gradients(problem, needs_grad, token_loss, statistics)
+        rows, log_prob, found, gradients = token_loss_and_gradients(problem, needs_grad, token_loss, statistics, scales)
     else:
         rows, found, gradients = chunked.token_loss_and_gradients(
             _tiles(plan), problem, plan.chunk_config, needs_grad, scales, token_loss, statistics

@@ -83,6 +83,8 @@ class ExecutionPlan:
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
+        fits_float16: whether scaled exponentials of float16 are fitted to its range (`float16.py`). Where no gradient
+            follows, now or from a token loss, they are sums in float32 only and need not be.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
@@ -102,6 +104,7 @@ class ExecutionPlan:
     d_weight_kernel: bool
     gpu: str
     d_weight_starts: bool = False
+    fits_float16: bool = False
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
@@ -250,12 +253,14 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     else:
         # XLA's GEMMs take whole arrays: nothing is padded.
         stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
+    fits_float16 = x.dtype == "float16" and multiplies and not key.label_smoothing and key.stage != "losses"
+    multiplies &= x.dtype == "bfloat16" or fits_float16
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))
         # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
         and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "saved_rows", "statistics") and stores))
-        and (key.stage == "losses" or x.dtype == "bfloat16")
+        and (key.stage == "losses" or x.dtype == "bfloat16" or fits_float16)
     )
     if key.stage == "saved_rows":
         unsaved = why_unsaved(key.implementation, x, w, key.vocab_axis, key.classes, key.label_smoothing)
@@ -305,11 +310,13 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=1 if key.stage == "saved_rows" else key.statistics,
+            statistics=1 if key.stage == "saved_rows" else key.statistics + 2 * (fits_float16 and needs_grad),
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
             second_d_weight=0 if multiplies or not key.d_weight else x.itemsize * hidden * vocab,
+            # Numbers of the rows, and the sample of the head with its bias.
+            copied=fits_float16 * (40 * tokens + tile_config.CLASS_BLOCK * (2 * x.itemsize * hidden + 8)),
             batch_invariant=key.batch_invariant,
             call=call,
             budget=key.memory_budget,
@@ -326,8 +333,9 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
             vocab_chunks_in_place=vocab_chunks_in_place,
             d_input_kernel=multiplies, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
+            fits_float16=fits_float16,
         )  # fmt: skip
-    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into
+    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into and not fits_float16
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,

@@ -278,6 +278,7 @@ def choose_scaled_exp(
     hopper: bool,
     scratch: Callable[[int, int], int],
     second_d_weight: int,
+    copied: int = 0,
     batch_invariant: bool = False,
     call: chunk_cost.Call | None = None,
     budget: int,
@@ -301,6 +302,7 @@ def choose_scaled_exp(
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
+        copied: bytes of copies and of other numbers of the rows.
         batch_invariant: of `choose_schedule`.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
@@ -313,7 +315,7 @@ def choose_scaled_exp(
     least_rows = tokens if second_d_weight and tokens <= 2 * MIN_ROWS else min(tokens, MIN_ROWS)
     # Rows' numbers but for the sorted ones, which come when the exponentials are gone; d_bias, in float32 and as it is
     # returned.
-    fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096
+    fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096 + copied
     in_workspace = stores and not saves
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)

@@ -1,8 +1,8 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "none", "saved", "eval", "token_loss", "token_entropy", "token_stats"
-or "grad_into"), n, d, v, vocab_axis and implementation.
+a JSON list of dicts with the keys mode ("train", "float16", "none", "saved", "eval", "token_loss", "token_entropy",
+"token_stats" or "grad_into"), n, d, v, vocab_axis and implementation.
 """
 
 import json
@@ -64,9 +64,10 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
 
     head = (v, d) if vocab_axis == 0 else (d, v)
     donated: tuple[int, ...] = ()
-    arguments = [shape((n, d), jnp.bfloat16), shape(head, jnp.bfloat16), shape((n,), jnp.int32)]
+    dtype = jnp.float16 if mode == "float16" else jnp.bfloat16
+    arguments = [shape((n, d), dtype), shape(head, dtype), shape((n,), jnp.int32)]
     function: Any = loss
-    if mode == "train":
+    if mode in ("train", "float16"):
         function = jax.value_and_grad(loss, argnums=(0, 1))
     elif mode in ("token_loss", "token_entropy"):
         function, arguments = (

@@ -56,7 +56,7 @@ from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
 from linear_ce.statistics import LOGIT_SUM, OF_LOGITS
 from parity.arrays import make_arrays
 from parity.backends import run_case
-from parity.cases import Case, cases
+from parity.cases import FP16_LOSS_SCALE, Case, cases
 from parity.expected import compare, expected
 from parity.tolerances import error
 
@@ -220,6 +220,29 @@ def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
     arguments: dict[str, Any] = {**arrays, "spec": replace(case.spec, reduction="none")}
     result = reference_loss(**arguments)
     return np.flatnonzero((result.lse - result.target_logit).reshape(-1) > LIMIT + 1).tolist()
+
+
+def run_float16() -> None:
+    """Runs cases of float16 whose exponentials leave its range, in one chunk and in several, and counts these rows."""
+    scale = FP16_LOSS_SCALE["sum"]
+    for case in (
+        # The targets are in class blocks of a tile whose other classes have most of the probability.
+        Case(name="shifted", dtype="float16", logit_std=12.0, lead=(50,), spec=LossSpec("sum"), loss_scale=scale),
+        Case(
+            name="shifted-chunks",
+            dtype="float16",
+            logit_std=12.0,
+            lead=(60,),
+            has_bias=True,
+            tight_memory=True,
+            spec=LossSpec("sum", softcap=60.0),
+            loss_scale=scale,
+        ),
+        replace(REPAIRED[0], name="repaired", dtype="float16", loss_scale=FP16_LOSS_SCALE["mean"]),
+    ):
+        with core_triton.range_report() as report:
+            print_budget_used(case, make_arrays(case))
+        say(name=case.name, used={}, shifted=report.shifted_rows, rows=report.rows, repaired=report.repaired_blocks)
 
 
 # Writes.
@@ -903,6 +926,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "table": run_table,
     "fewer_rows": run_fewer_rows,
     "repair": run_repair,
+    "float16": run_float16,
     "writes": run_writes,
     "shards": run_shards,
     "layouts": run_layouts,

@@ -574,7 +574,7 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/grad_into.py", "        self.done = True\n", "        self.done = False\n", INTO),
     Mutation("core_triton/grad_into.py", "            one == 1,\n", "            one == one,\n", INTO),
     Mutation("core_triton/grad_into.py", "grad_into is not None and hooks(True)", "False", INTO),
-    Mutation("core_triton/ops.py", "torch.float16 and grad_into is None:", "torch.float16:", INTO),
+    Mutation("core_triton/ops.py", "torch.float16 and grad_into is None", "torch.float16", INTO),
     Mutation(
         "core_triton/grad_into.py", "    if explains or not torch.is_grad_enabled():\n        return None", "", INTO
     ),
@@ -800,10 +800,36 @@ BATCH_INVARIANT = (
     Mutation("jax_pallas/plan.py", "\n    if w.dtype != x.dtype:", "\n    if False:", PALLAS_INVARIANT_ERRORS),
 )
 
+FITS = tests("core_triton_interpreted", "fit_in_float16")
+JAX_FITS, JAX_FITS_PLAN = ("tests/test_jax_pallas_float16.py",), tests("jax_pallas_plan", "test_paths")
+FLOAT16 = (
+    Mutation("core_triton/kernels.py", "return exponentials * tl.exp2(-shift)[:, None]", "return exponentials", FITS),
+    Mutation("core_triton/float16.py", "rho *= power_of_two(shift)", "pass", FITS),
+    Mutation("core_triton/float16.py", "tl.exp2(shift.to(tl.float32) - row_shift)", "1.0", FITS),
+    Mutation("core_triton/float16.py", "rho * power_of_two(-power)", "rho * power_of_two(1 - power)", FITS),
+    Mutation("core_triton/float16.py", "total += tl.where(top > none", "total += 0 * tl.where(top > none", FITS),
+    Mutation("core_triton/float16.py", "of_head += exponent_of", "0 + exponent_of", FITS),
+    Mutation("core_triton/float16.py", "scale_ptr + 1) / tl.load(scale_ptr)", "scale_ptr + 1)", FITS),
+    Mutation("core_triton/ranges.py", "(shift[: int(count)] > 0)", "(shift[: int(count)] >= 0)", FITS),
+    Mutation(
+        "core_triton/gluon_common.py",
+        "gl.load(count_ptr + 1)",
+        "gl.load(count_ptr)",
+        tests("core_triton_input_grad", "test_d_weight"),
+    ),
+    Mutation("jax_pallas/row_kernels.py", ">> 23) - 127", ">> 23) - 128", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "rho = rho * power_of_two(shift)", "pass", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "again | (rho == 0)", "rho == 0", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "jnp.exp2(own.astype(jnp.float32) - shift)", "jnp.exp2(-shift)", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "piece < IN_A_NUMBER", "piece <= IN_A_NUMBER", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "power_of_two(exponent) * head", "power_of_two(exponent)", JAX_FITS),
+    Mutation("jax_pallas/plan.py", "multiplies and not key.label_smoothing", "multiplies", JAX_FITS_PLAN),
+)
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
-    *ENTROPY_LOSSES,
+    *(*ENTROPY_LOSSES, *FLOAT16),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

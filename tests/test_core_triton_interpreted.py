@@ -137,6 +137,15 @@ def test_reference_exponents_that_are_too_low_are_repaired(results: Results) -> 
     assert in_one_block == [140]
 
 
+@pytest.mark.parametrize("program", [quick("float16")])
+def test_exponentials_fit_in_float16(results: Results) -> None:
+    assert_within_budget(results)
+    shifted, chunks, repaired = results[1::2]
+    # Most rows are not shifted, because the sample of the classes has logits near the largest.
+    assert all(0 < one["shifted"] < one["rows"] / 2 and not one["repaired"] for one in (shifted, chunks))
+    assert repaired["repaired"] == 1
+
+
 @pytest.mark.parametrize(
     "program",
     [

@@ -23,7 +23,7 @@ import core_triton
 from benchmarks.chunk_rows import preferring
 from benchmarks.launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from benchmarks.shapes import SHAPES, Shape
-from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
+from core_triton import chunked, float16, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
 from core_triton import token_losses as named_losses
 from core_triton.plan import MatrixLayout, Stage
 from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad, Problem
@@ -95,7 +95,10 @@ class Call(NamedTuple):
             head = saved_gradients(problem, saved, problem.row_weight, needs_grad, NOTHING_COMPUTED)
             return saved.unit_d_input, *head[1:]
         if plan.path == "scaled_exp":
-            return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
+            scales = None
+            if plan.fits_float16 and stage == "loss_and_gradients":
+                scales = float16.scales_of(problem.row_weight)
+            return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics, scales=scales)[2])
         if stage == "loss_and_gradients":
             found = chunked.loss_and_gradients(
                 ops._tiles(plan), problem, plan.chunk_config, needs_grad, (array(), array()), statistics
@@ -145,6 +148,8 @@ CALLS = {
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
     "train-head32": Call("train", "llama3-8b", head=torch.float32),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
+    "options-fp16": Call("stats", "gemma2-2b", torch.float16, bias=True, softcap=30.0),
+    "smoothing-fp16": Call("train", "qwen2.5-0.5b", torch.float16, smoothing=0.1),
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
     "saved": Call("saved", "gemma2-2b", bias=True, softcap=30.0),
     "saved-plain": Call("saved", "llama3-8b"),
@@ -435,8 +440,27 @@ SPILLS = {
         "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
         "STATISTICS=31)": 152
     },
+    # Statistics beside the shifts of float16.
+    (90, "options-fp16"): {
+        "hopper_logits.exponentials_kernel(fp16[64, 64], fp16[256, 64], fp16[64, 64]; STORES,W_BY_CLASS,HAS_BIAS,"
+        "HAS_SOFTCAP,STATISTICS=129)": 64
+    },
+    (90, "token-stats-fp16"): {
+        "kernels.repair_kernel(fp16[64, 64], fp16[256, 64], fp16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
+        "STATISTICS=159)": 8
+    },
     (100, "token-stats-fp16"): {
-        "kernels.statistics_kernel(fp16[128, 64], fp16[128, 64]; WEIGHTED,W_BY_CLASS,STATISTICS=22)": 104
+        "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64], fp16[128, 128]; STORES,W_BY_CLASS,"
+        "STATISTICS=159)": 144
+    },
+    (100, "entropy-fp16"): {
+        "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64]; W_BY_CLASS,HAS_BIAS,HAS_SOFTCAP,STATISTICS=4)": 40
+    },
+    **{
+        (arch, "token-stats-fp16"): {
+            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,STATISTICS=159)": 312,
+        }
+        for arch in (80, 89)
     },
     **{
         (arch, "token-stats"): {
@@ -475,7 +499,12 @@ def test_every_kernel_is_launched(arch: int) -> None:
         (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
     modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad", "core_triton.stored_logits"}
-    modules |= {"core_triton.row_statistics", "core_triton.saved_kernels", "core_triton.token_kernels"}
+    modules |= {
+        "core_triton.row_statistics",
+        "core_triton.float16",
+        "core_triton.saved_kernels",
+        "core_triton.token_kernels",
+    }
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients", "core_triton.input_grad"}
     if arch < 90:
@@ -577,7 +606,7 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
-@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "eval"])
+@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "train-fp16", "eval"])
 def test_calls_that_can_be_replayed_only_allocate_and_launch(name: str) -> None:
     """Otherwise `replay.Recorder` records nothing, and each call takes the host time of the first."""
     with fake_gpu(90), Meter() as meter:

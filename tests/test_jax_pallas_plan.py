@@ -61,12 +61,14 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"stage": "gradients", "vocab_axis": 1, "classes": 151930}, "recompute", False),
         ({"stage": "row_gradients"}, "scaled_exp", True),
         ({"stage": "row_gradients", "label_smoothing": 0.5}, "recompute", True),
-        ({"stage": "row_gradients", "dtype": "float16"}, "recompute", False),
+        ({"stage": "row_gradients", "dtype": "float16"}, "scaled_exp", True),
         ({"stage": "row_gradients", "memory_budget": 2**26}, "recompute", True),  # chunks of few rows
         ({"stage": "row_gradients", "memory_budget": 2**22}, "recompute", True),  # no chunk of exponentials fits
         ({"stage": "row_gradients", "memory_budget": 2**26, "n": 100}, "scaled_exp", True),  # all rows
         ({"stage": "row_gradients", "implementation": "chunked"}, "chunked", False),
-        ({"dtype": "float16"}, "recompute", False),
+        ({"dtype": "float16"}, "scaled_exp", True),
+        ({"dtype": "float16", "label_smoothing": 0.1}, "recompute", False),
+        ({"dtype": "float16", "implementation": "pallas_triton", "device": AMPERE}, "recompute", False),
         ({"head": "float32"}, "recompute", False),
         ({"label_smoothing": 0.1}, "scaled_exp", True),
         ({"label_smoothing": 0.1, "softcap": True}, "recompute", True),
