@@ -504,7 +504,7 @@ def repair_kernel(
                 if STORES:
                     if SHIFTS & STATISTICS:
                         total = tl.sum(exponentials, 1)
-                        exponentials = fit_in_float16(at, rows, exponentials, total, inside, STATISTICS)
+                        exponentials = fit_in_float16(at, rows, exponentials, total, redone, STATISTICS)
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
                     if BY_ROW:

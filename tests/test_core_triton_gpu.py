@@ -99,6 +99,30 @@ def test_exponentials_fit_in_float16(
         assert (one.grad.double() - other.grad).norm() < 6e-4 * other.grad.norm()
 
 
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_rows_beside_a_repair_keep_their_shifts(implementation: Any) -> None:
+    """A token loss computes only the rows again that need it. The others keep exponentials that were divided."""
+    n, d, v = 700, 64, 3001
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, w = (torch.randn(rows, d, device=DEVICE, generator=generator) for rows in (n, v))
+    x[::50] *= 10
+    x, w = (x * 8).half().requires_grad_(), (w / d**0.5).half().requires_grad_()
+    target, factor = torch.randint(0, v, (n,), device=DEVICE, generator=generator), torch.ones(n, device=DEVICE)
+    with core_triton.range_report() as report:
+        loss = core_triton.linear_token_loss(
+            x, w, target, core_triton.token_losses.weighted_nll(), factor, implementation=implementation
+        )
+    (loss * 1024).backward()
+    assert report.repaired_blocks > 0
+    assert report.shifted_rows > n / 10
+    exact = [one.detach().double().requires_grad_() for one in (x, w)]
+    (F.cross_entropy(exact[0] @ exact[1].T, target) * 1024).backward()
+    assert x.grad is not None
+    assert exact[0].grad is not None
+    error = (x.grad.double() - exact[0].grad).norm(dim=1) / exact[0].grad.norm(dim=1)
+    assert error.max() < 2e-3
+
+
 # More than 2**31 logits.
 
 
