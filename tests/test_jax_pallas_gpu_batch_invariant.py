@@ -16,7 +16,7 @@ from jax_pallas.linear_ce import (
     linear_token_loss_with_stats,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.apart(programs=1, seconds=300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.apart(programs=4, seconds=90)]
 
 MOST = 5000
 FUNCTIONS = ("token_loss", "log_probs", "none")
