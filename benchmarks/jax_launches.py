@@ -22,6 +22,7 @@ from benchmarks.shapes import Mode, Shape
 METHOD = "mosaic"
 CONFIG = "mhlo.backend_config"
 BYTECODE = ("module", "ir")  # of a kernel of Mosaic, of Triton
+DUMP = "mosaic_gpu.dump_basename"
 NO_CODE = ("kernel_hash",)  # of the bytecode, which contains line numbers
 
 
@@ -68,4 +69,6 @@ def _hash_of(bytecode: Any) -> str:
 
 
 def _hash(module: Any) -> str:
+    if DUMP in module.operation.attributes:  # a count of the kernels of the process
+        del module.operation.attributes[DUMP]
     return short_hash(str(module.operation.get_asm(enable_debug_info=False)))

@@ -143,7 +143,7 @@ def _compared_calls() -> set[tuple[str, str]]:
 
 def compared_call(row: Mapping[str, Any], device: str) -> str | None:
     """Returns the name that `benchmarks.same_launches` has for the call of a row; None if it compares no such call."""
-    compared = row.get("method") == COMPARED_METHODS.get(row["framework"]) and row.get("dtype") == "bfloat16"
+    compared = row.get("method") == COMPARED_METHODS.get(row.get("framework", "")) and row.get("dtype") == "bfloat16"
     if not compared or device not in COMPARED_GPUS or (row.get("shape"), row.get("mode")) not in _compared_calls():
         return None
     return f"{row['shape']}, {row['mode']}, {device}"

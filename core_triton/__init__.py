@@ -22,12 +22,14 @@ from core_triton.linear_ce import (
     linear_token_loss_with_stats,
 )
 from core_triton.module import LinearCrossEntropy
+from core_triton.ranges import RangeReport, range_report
 
 __all__ = [
     "Implementation",
     "LinearCrossEntropy",
     "LogProbs",
     "LossStats",
+    "RangeReport",
     "TokenStats",
     "check_targets",
     "check_token_loss",
@@ -37,5 +39,6 @@ __all__ = [
     "linear_log_probs",
     "linear_token_loss",
     "linear_token_loss_with_stats",
+    "range_report",
     "token_losses",
 ]

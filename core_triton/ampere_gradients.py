@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from core_triton import tile_config
 from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile, store_tile, tile_pointers
-from core_triton.gluon_common import active_rows, quarters
+from core_triton.gluon_common import active_rows, chunk_power, quarters
 from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import NOT_SPECIALIZED, Active, head_with_contiguous_rows
 from core_triton.launch import cdiv, launch
@@ -29,8 +29,10 @@ from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
 def d_weight_kernel(
     e_matrix, e_stride, x_matrix, x_stride, d_weight_ptr, count_ptr, start, least, rows, hidden, classes,
     ADDS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HAS_POWER: gl.constexpr = False,
 ):  # fmt: skip
-    """Writes a tile of d_weight = e^T x, or with ADDS adds it, rounded once: (33).
+    """Writes a tile of d_weight = e^T x, or with ADDS adds it, rounded once: (33). With HAS_POWER e^T x is multiplied
+    by `chunk_power`: (50).
 
     Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
     V), with steps of BLOCK_N rows. The other rows may be NaN, and so may e from its last class on. D is a multiple of
@@ -54,6 +56,8 @@ def d_weight_kernel(
                     d_weight_ptr, hidden, v, d + i * WIDTH, classes, hidden, BLOCK_V, WIDTH, by_quarter
                 )
                 old = old + (gl.load(pointers, mask=inside, other=0.0),)
+        if HAS_POWER:
+            acc *= chunk_power(count_ptr)
         pieces = quarters(acc, MMA)
         for i in gl.static_range(4):
             total = gl.convert_layout(pieces[i], by_quarter)
@@ -81,6 +85,7 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
         hidden,
         classes,
         ADDS=not first,
+        **({"HAS_POWER": True} if plan.fits_float16 else {}),
         BLOCK_V=tile.block_v,
         BLOCK_D=tile_config.D_BLOCK,
         BLOCK_N=tile.block_d,

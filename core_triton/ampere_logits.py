@@ -10,12 +10,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton.ampere_common import MMA, Steps, multiply_tile, store_tile
-from core_triton.gluon_common import add_exponentials, add_logits, no_statistics, quarters, store_statistics
+from core_triton.gluon_common import (
+    add_exponentials,
+    add_logits,
+    fit_in_float16,
+    no_statistics,
+    quarters,
+    store_statistics,
+)
 from core_triton.hopper_logits import Head, masked, to_logits
 from core_triton.kernels import (
     LOG2_E,
     LOGIT_SUM,
     NOT_SPECIALIZED,
+    SHIFTS,
     SUM_LIMIT,
     Active,
     TileBlocks,
@@ -84,6 +92,8 @@ def exponentials_kernel(
         if STORES:
             if HAS_SOFTCAP:
                 exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+            if SHIFTS & STATISTICS:
+                found, exponentials = fit_in_float16(found, exponentials, total, i)
             stored = gl.convert_layout(exponentials.to(dtype), by_quarter)
             store_tile(e_matrix, e_stride, stored, row, column + i * WIDTH, rows, classes)
     out = class_block.to(gl.int64) * rows + row_ids

@@ -19,6 +19,7 @@ from linear_ce.spec import (
     ArrayInfo,
     LossSpec,
     check_arrays,
+    check_batch_invariant,
     check_choice,
     check_memory_budget,
     check_normalizer,
@@ -85,6 +86,8 @@ def decide(
     infos: tuple[tuple[str, torch.Size, torch.dtype], ...],
     memory_budget: int | None,
     implementation: str | None,
+    batch_invariant: bool,
+    saved_budget: int,
     gpu: DeviceInfo | None = None,
 ) -> tuple[int, int, str]:
     """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, implementation."""
@@ -92,6 +95,13 @@ def decide(
     check_arrays(spec=spec, **named)  # pyright: ignore[reportArgumentType]
     budget = check_memory_budget(memory_budget)
     chosen = choose(device, implementation, gpu)
+    check_batch_invariant(
+        batch_invariant,
+        label_smoothing=spec.label_smoothing,
+        saved_budget=saved_budget,
+        implementation=chosen.name,
+        reason=chosen.reason,
+    )
     return spec.classes(named["linear_weight"].shape[0]), budget, chosen.name
 
 
@@ -120,6 +130,7 @@ def prepare(
     memory_budget: int | None,
     implementation: str | None,
     grad_into: Tensor | None,
+    batch_invariant: bool,
     saved_budget: int = 0,
 ) -> Call:
     """Checks every argument and flattens the leading axes."""
@@ -163,7 +174,8 @@ def prepare(
             raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
         infos.append((name, tensor.shape, tensor.dtype))
     checked = decide if compiling else _cached_decide
-    classes, budget, chosen = checked(spec, device, tuple(infos), memory_budget, implementation)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    classes, budget, chosen = checked(spec, device, tuple(infos), *how)
     class_weight = None if weight is None else weight[:classes].float()
     token_weight = None if token_weight is None else _flat(token_weight, 1)
     return Call(
@@ -184,6 +196,7 @@ def prepare(
             check_saved_budget(
                 saved_budget, spec.reduction, grad_into=grad_into is not None, head_precision=spec.head_precision
             ),
+            batch_invariant,
         ),
         check_grad_into(grad_into, input, linear_weight),
     )

@@ -304,12 +304,13 @@ def loss_and_gradients(
     hook: TokenHook | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`. A hook is
-    a token loss in place of the cross-entropy, without class weights, label smoothing and z-loss."""
+    a token loss in place of the cross-entropy, without class weights, label smoothing and z-loss. If it takes the
+    entropies, they are in `statistics`."""
     sums, classes = _sums(problem, needs_grad, config), problem.classes
     losses, parts, differentiated = [], [], problem
     if hook is not None:
-        assert hook.gradient_weight is not None
-        differentiated = replace(problem, row_weight=hook.gradient_weight)  # the hook fills it in chunk by chunk: (35)
+        assert hook.contributes is not None
+        differentiated = replace(problem, row_weight=hook.contributes)  # the hook fills it in chunk by chunk: (35)
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
@@ -319,12 +320,13 @@ def loss_and_gradients(
         part = row_math.finish(partial, target, row_weight, classes)
         if hook is None:
             losses.append(row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
+            coefficients = row_math.loss_coefficients(
+                problem.spec, part.lse, target, row_weight, problem.class_weight, classes
+            )
         else:
             assert part.nll is not None
-            hook.process(chunk, part.nll)
-        coefficients = row_math.loss_coefficients(
-            problem.spec, part.lse, target, differentiated.row_weight[chunk], problem.class_weight, classes
-        )
+            hook.process(chunk, part.nll, part.entropy if hook.with_entropy else None)
+            coefficients = token_coefficients(problem, hook, chunk, part.lse, part.entropy)
         chunk_gradients(
             differentiated,
             chunk,
@@ -344,6 +346,19 @@ def loss_and_gradients(
     return loss, _concatenate(parts, problem, statistics), sums.result(empty=not parts)
 
 
+def token_coefficients(
+    problem: Problem, hook: TokenHook, chunk: slice, lse: Tensor, entropy: Tensor | None
+) -> Coefficients:
+    """Returns the coefficients of rows whose token losses the hook has processed, given their lse and entropy (n,)."""
+    assert hook.gradient_weight is not None
+    coefficients = row_math.loss_coefficients(
+        problem.spec, lse, problem.target[chunk], hook.gradient_weight[chunk], None, problem.classes
+    )
+    if hook.d_entropy is None or entropy is None:
+        return coefficients
+    return row_math.with_entropy(coefficients, hook.d_entropy[chunk], entropy)
+
+
 def gradients(
     tiles: Tiles,
     problem: Problem,
@@ -352,13 +367,14 @@ def gradients(
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
     d_input: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
-    """Plan C's backward pass: the gradients for any upstream gradient, given lse. Writes d_input to `d_input`, if there
-    is one."""
+    """Plan C's backward pass: the gradients for any upstream gradient, given lse, times `scales`. Writes d_input to
+    `d_input`, if there is one."""
     sums = _sums(problem, needs_grad, config, d_input)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
-        chunk_gradients(problem, chunk, config.vocab_chunk, lse[chunk], part, sums, tiles=tiles)
+        chunk_gradients(problem, chunk, config.vocab_chunk, lse[chunk], part, sums, scales=scales, tiles=tiles)
     return sums.result(empty=problem.input.shape[0] == 0)
 
 

@@ -5,7 +5,18 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from core_triton.kernels import ARGMAX, ENTROPY, LOG2_E, LOGIT_SUM, MAX, SQUARES, planes
+from core_triton.kernels import (
+    ARGMAX,
+    ENTROPY,
+    LARGEST_EXPONENT,
+    LOG2_E,
+    LOGIT_SUM,
+    MAX,
+    MOST_SHIFT,
+    SHIFTS,
+    SQUARES,
+    planes,
+)
 
 
 @gluon.jit
@@ -15,6 +26,12 @@ def active_rows(count_ptr, start, least, rows):
     The chunk begins at row `start` of the call. `count` is in device memory.
     """
     return gl.maximum(gl.minimum(gl.load(count_ptr) - start, rows), least)
+
+
+@gluon.jit
+def chunk_power(count_ptr):
+    """Returns the power of two of a chunk of float16, which follows the number of rows: MATH.md (50)."""
+    return gl.exp2(gl.load(count_ptr + 1).to(gl.float32))
 
 
 @gluon.jit
@@ -46,12 +63,13 @@ class Statistics(NamedTuple):
     exp_log: Any  # sum of exponentials times their logarithms
     logit: Any  # sum
     squares: Any
+    shifts: Any  # of the four quarters: MATH.md (49)
 
 
 @gluon.jit
 def no_statistics(zeros):
     """Returns the statistics of no classes, in the layout of `zeros` (rows,)."""
-    return Statistics(zeros - float("inf"), zeros, zeros, zeros, zeros)
+    return Statistics(zeros - float("inf"), zeros, zeros, zeros, zeros, zeros)
 
 
 @gluon.jit
@@ -68,7 +86,7 @@ def add_logits(found, logits, logit_sum, columns, column, STATISTICS: gl.constex
         top = gl.maximum(top, of_quarter)
     if LOGIT_SUM & STATISTICS:
         logit += logit_sum
-    return Statistics(top, argmax, found.exp_log, logit, found.squares)
+    return Statistics(top, argmax, found.exp_log, logit, found.squares, found.shifts)
 
 
 @gluon.jit
@@ -80,7 +98,17 @@ def add_exponentials(found, logits, exponentials, ref_exponent, STATISTICS: gl.c
         exp_log += gl.sum(exponentials * exponents, 1)
     if SQUARES & STATISTICS:
         squares += gl.sum(exponentials * exponentials, 1)
-    return Statistics(found.top, found.argmax, exp_log, found.logit, squares)
+    return Statistics(found.top, found.argmax, exp_log, found.logit, squares, found.shifts)
+
+
+@gluon.jit
+def fit_in_float16(found, exponentials, total, QUARTER: gl.constexpr):
+    """Returns the statistics with the shift of a quarter of a tile, and its exponentials, each row divided by a power
+    of two so that float16 holds them: `kernels.fit_in_float16`. `total` is the sum of these and of earlier quarters."""
+    shift = gl.minimum(gl.maximum(gl.floor(gl.log2(total)) - LARGEST_EXPONENT, 0.0), MOST_SHIFT)
+    shifts = found.shifts + shift * 64.0**QUARTER
+    found = Statistics(found.top, found.argmax, found.exp_log, found.logit, found.squares, shifts)
+    return found, exponentials * gl.expand_dims(gl.exp2(-shift), 1)
 
 
 @gluon.jit
@@ -101,3 +129,6 @@ def store_statistics(pointer, found, class_block, row_ids, rows, inside, STATIST
         at += rows
     if SQUARES & STATISTICS:
         gl.store(at, found.squares, mask=inside)
+        at += rows
+    if SHIFTS & STATISTICS:
+        gl.store(at, found.shifts, mask=inside)

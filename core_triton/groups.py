@@ -53,6 +53,7 @@ class Options(NamedTuple):
     implementation: str
     splits_head: bool
     saved_budget: int  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
+    batch_invariant: bool = False
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from core_triton import tile_config
-from core_triton.gluon_common import active_rows, halves, quarters
+from core_triton.gluon_common import active_rows, chunk_power, halves, quarters
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
@@ -125,8 +125,9 @@ def store_d_weight(
 
 @gluon.jit
 def d_weight_warpgroup(
-    d_weight_desc, ring, buffers, active, hidden, classes, ADDS: gl.constexpr, LOADED: gl.constexpr, WHICH: gl.constexpr
-):
+    d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS: gl.constexpr, LOADED: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
     BLOCK_V: gl.constexpr = ring.b.shape[2]
@@ -171,6 +172,8 @@ def d_weight_warpgroup(
                         stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            if len(power) > 0:
+                acc *= chunk_power(power[0])
             first, second, third, fourth = quarters(acc, quarter)
             if LOADED > 0:
                 first += old[0].to(gl.float32)
@@ -191,9 +194,9 @@ def d_weight_warpgroup(
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_weight_kernel(
     x_desc, e_desc, d_weight_desc, count_ptr, start, least, rows, hidden, classes, STAGES: gl.constexpr,
-    ADDS: gl.constexpr, LOADED: gl.constexpr,
+    ADDS: gl.constexpr, LOADED: gl.constexpr, HAS_POWER: gl.constexpr = False,
 ):  # fmt: skip
-    """Writes d_weight = e^T x, or with ADDS adds it: (33).
+    """Writes d_weight = e^T x, or with ADDS adds it: (33). With HAS_POWER e^T x is multiplied by `chunk_power`: (50).
 
     Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
     V). Writes d_weight (V, D), each tile from one program. Up to the next multiple of a step the rows of e must be
@@ -208,10 +211,13 @@ def d_weight_kernel(
     active = active_rows(count_ptr, start, least, rows)
     ring = make_ring(x_desc, e_desc, STAGES)
     buffers = make_buffers(d_weight_desc)
+    power = ()  # nothing that the warpgroups would get where there is none
+    if HAS_POWER:
+        power = (count_ptr,)
     gl.warp_specialize(
         [
-            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, ADDS, LOADED, 0)),
-            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, ADDS, LOADED, 1)),
+            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, 0)),
+            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, 1)),
             (load_d_weight, (x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED)),
         ],
         [4, 1],
@@ -236,6 +242,7 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
         STAGES=tile_config.D_WEIGHT_STAGES,
         ADDS=not first,
         LOADED=0 if first else round(4 * (1 - share_added_in_l2(n, plan_of(problem).gpu))),
+        **({"HAS_POWER": True} if plan_of(problem).fits_float16 else {}),
         num_warps=4,
     )
 

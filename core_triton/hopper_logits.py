@@ -21,6 +21,7 @@ from core_triton.gluon_common import (
     active_rows,
     add_exponentials,
     add_logits,
+    fit_in_float16,
     no_statistics,
     quarters,
     store_statistics,
@@ -48,6 +49,7 @@ from core_triton.kernels import (
     MAX,
     NO_PROBABILITY,
     OF_MAX,
+    SHIFTS,
     SQUARES,
     SUM_LIMIT,
     Active,
@@ -223,6 +225,8 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
             if switches.stores:
                 if switches.has_softcap:
                     exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, head.softcap))
+                if SHIFTS & switches.statistics:
+                    found, exponentials = fit_in_float16(found, exponentials, total, i)
                 packed = packed + (exponentials.to(e_desc.dtype),)
         if switches.stores:
             done = Done(packed, row, column)

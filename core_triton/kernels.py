@@ -32,11 +32,19 @@ NO_PROBABILITY = tl.constexpr(row_math.NO_PROBABILITY)
 SUM_LIMIT = tl.constexpr(2.0**48)
 
 MAX, ARGMAX, ENTROPY = (tl.constexpr(one) for one in (bits.MAX, bits.ARGMAX, bits.ENTROPY))
-LOGIT_SUM, SQUARES = tl.constexpr(bits.LOGIT_SUM), tl.constexpr(bits.SQUARES)
+LOGIT_SUM, SQUARES, SHIFTS = (tl.constexpr(one) for one in (bits.LOGIT_SUM, bits.SQUARES, bits.SHIFTS))
 
 OF_MAX = tl.constexpr(bits.ARGMAX | bits.SQUARES)  # what is stored with the largest logits
 
 NO_CLASS = tl.constexpr(row_math.NO_CLASS)
+
+# Exponentials of float16 whose sum is not below 2**15 are divided by a power of two: (49).
+LARGEST_EXPONENT = tl.constexpr(14.0)
+
+# Of such a power. A sum is below SUM_LIMIT or is computed again, so more never occur in a row without NaN.
+MOST_SHIFT = tl.constexpr(63.0)
+
+TOP_EXPONENT = 13  # of the largest exponential of a row of float16 that is computed again
 
 NOT_SPECIALIZED = [  # nothing is gained by a compilation for each
     *("first_class", "rows", "hidden", "classes", "group"),
@@ -62,7 +70,7 @@ class Active(NamedTuple):
     """Which rows of a chunk are computed: those among the first `count` packed rows of the call, and at least
     `least`."""
 
-    count: Tensor  # () int32, which the host does not read
+    count: Tensor | At  # () int32, which the host does not read; a chunk's power of two may follow it
     start: int  # the chunk's first row
     least: int
 
@@ -226,6 +234,18 @@ def store_block(matrix, stride, values, row, column, rows, columns):
 
 
 @triton.jit
+def store_rows(matrix, stride, values, stored, row, column, rows, columns):
+    """`store_block` of the rows where `stored` is True. The others keep their bits. A descriptor stores whole blocks,
+    so they are loaded first."""
+    if stride is None:
+        before = matrix.load([row, column])
+        matrix.store([row, column], tl.where(stored[:, None], values.to(matrix.dtype), before))
+    else:
+        pointers, inside = block_pointers(matrix, stride, row, column, rows, columns, values.shape[0], values.shape[1])
+        tl.store(pointers, values.to(matrix.dtype.element_ty), mask=inside & stored[:, None])
+
+
+@triton.jit
 def logits_tile(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
     W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -285,9 +305,8 @@ def store_target_logit(
 @triton.jit
 def planes(STATISTICS: tl.constexpr):
     """Returns how many numbers for each row and class block these statistics are."""
-    return (
-        (STATISTICS & 1) + (STATISTICS >> 1 & 1) + (STATISTICS >> 2 & 1) + (STATISTICS >> 3 & 1) + (STATISTICS >> 4 & 1)
-    )
+    few = (STATISTICS & 1) + (STATISTICS >> 1 & 1) + (STATISTICS >> 2 & 1) + (STATISTICS >> 3 & 1)
+    return few + (STATISTICS >> 4 & 1) + (STATISTICS >> 7 & 1)
 
 
 @triton.jit
@@ -315,6 +334,16 @@ def store_statistics(
         at += rows
     if SQUARES & STATISTICS:
         tl.store(at, tl.sum(exponentials * exponentials, 1), mask=inside)
+
+
+@triton.jit
+def fit_in_float16(at, rows, exponentials, total, inside, STATISTICS: tl.constexpr):
+    """Returns a tile's exponentials, each row divided by a power of two so that float16 holds them: (49). `total` is
+    their sum. Writes the exponent as the last statistic, 6 bits for each quarter of the tile."""
+    shift = tl.minimum(tl.maximum(tl.floor(tl.log2(total)) - LARGEST_EXPONENT, 0.0), MOST_SHIFT)
+    every_quarter: tl.constexpr = 1.0 + 64.0 + 64.0**2 + 64.0**3
+    tl.store(at + (planes(STATISTICS) - 1) * rows, shift * every_quarter, mask=inside)
+    return exponentials * tl.exp2(-shift)[:, None]
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -361,6 +390,8 @@ def exponentials_kernel(
         if STORES:
             if HAS_SOFTCAP:
                 exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+            if SHIFTS & STATISTICS:
+                exponentials = fit_in_float16(at, rows, exponentials, total, inside, STATISTICS)
             store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
 
 
@@ -403,7 +434,7 @@ def repair_kernel(
     flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr,
     BY_ROW: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, TOP_EXPONENT: tl.constexpr = 0,
 ):  # fmt: skip
     """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
 
@@ -414,8 +445,11 @@ def repair_kernel(
     step waits until the first step is complete. It never waits for a program that has not started. Most chunks have no
     flag, and then there is nothing to do.
 
+    The largest exponential becomes 2**TOP_EXPONENT or up to twice that.
+
     With BY_ROW, top is inf for the rows of which no sum is too large (`row_statistics.keep_rows`). They keep their
-    reference exponents and the results of `exponentials_kernel`. So these do not depend on the other rows of the block.
+    reference exponents and the results of `exponentials_kernel`, e too, whose last bits other instructions computed. So
+    these do not depend on the other rows of the block.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles, found = row_blocks * class_blocks, flagged(flag_ptr, row_blocks) * class_blocks
@@ -454,6 +488,8 @@ def repair_kernel(
                 # Read from L2, because other multiprocessors have just raised it.
                 top = tl.load(top_ptr + row_ids, mask=inside, other=0.0, cache_modifier=".cg")
                 ref_exponent = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
+                if TOP_EXPONENT != 0:
+                    ref_exponent -= TOP_EXPONENT
                 if BY_ROW:
                     kept = tl.load(ref_exponent_ptr + row_ids, mask=inside & ~redone, other=0.0)
                     ref_exponent = tl.where(redone, ref_exponent, kept)
@@ -466,9 +502,15 @@ def repair_kernel(
                         at, rows, logits, exponentials, ref_exponent, redone, column, classes, STATISTICS, BLOCK_V
                     )
                 if STORES:
+                    if SHIFTS & STATISTICS:
+                        total = tl.sum(exponentials, 1)
+                        exponentials = fit_in_float16(at, rows, exponentials, total, redone, STATISTICS)
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-                    store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
+                    if BY_ROW:
+                        store_rows(e_matrix, e_stride, exponentials, redone, row, column, rows, classes)
+                    else:
+                        store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
             else:
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
                 if draws:
@@ -503,7 +545,10 @@ def repair(
     """Launches `repair_kernel`."""
     pointers = target, ref_exponent, top, flag, ticket, sums, of_logits, target_logit
     switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": statistics, "BY_ROW": by_row}
-    launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem, repair=True))
+    blocks = _blocks(problem, repair=True)
+    if plan_of(problem).fits_float16:
+        blocks.constexprs["TOP_EXPONENT"] = TOP_EXPONENT
+    launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -11,6 +11,8 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
+A token loss of the entropies takes 4 matmuls in the kernels for 16 bits, and 3 with a frozen head and reduction "none".
+
 With a `saved_budget`, `saved_ops.py` runs losses of rows and log-probabilities: 3 matmuls for the rows that it holds.
 
 The files of a call, in order: this one, `arguments.py`, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then
@@ -34,8 +36,8 @@ from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
 from linear_ce.gpus import gpu_named
-from linear_ce.spec import HeadPrecision, Reduction, check_saved_budget
-from linear_ce.statistics import LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
+from linear_ce.spec import HeadPrecision, Reduction, check_flag, check_saved_budget
+from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 
 class LossStats(NamedTuple):
@@ -94,6 +96,7 @@ def linear_cross_entropy(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -152,6 +155,14 @@ def linear_cross_entropy(
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
             "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
             float32 in both cases.
+        batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
+            bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
+            range, nor on memory_budget. The order of sums is then fixed, which takes longer where d_input has few tiles
+            (`explain` tells). With "mean" it holds for the same denominator: pass a normalizer. d_weight is a sum over
+            tokens. It needs the kernels, a bfloat16 input, label_smoothing 0 and saved_budget 0; and for the gradient
+            of input compute capability 8.x or 9.0 and a bfloat16 linear_weight whose rows start at multiples of 16
+            bytes. Results of another GPU, of another version or of another engine's head may differ in their last
+            bits.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -184,7 +195,8 @@ def linear_cross_entropy(
     options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
-    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    call = prepare(spec, input, linear_weight, target, *given, *how)
     return _shaped(_loss(call, statistics=0).loss, target)
 
 
@@ -209,6 +221,7 @@ def linear_cross_entropy_with_stats(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -231,7 +244,8 @@ def linear_cross_entropy_with_stats(
     options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
-    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    call = prepare(spec, input, linear_weight, target, *given, *how)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
     assert lse is not None
@@ -265,6 +279,7 @@ def linear_log_probs(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -275,6 +290,8 @@ def linear_log_probs(
         grad_into: (V, D) float32 buffer, contiguous. Each backward pass adds the gradient of linear_weight to it.
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+        batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
+            gradient of entropy or lse is then an error in the backward pass.
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
@@ -294,7 +311,8 @@ def linear_log_probs(
     """
     spec = spec_of("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     given = linear_bias, None, None, None
-    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    call = prepare(spec, input, linear_weight, target, *given, *how)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
     else:
@@ -308,6 +326,7 @@ def linear_token_loss(
     target: Tensor,
     token_loss: TokenLoss,
     *per_token: Tensor,
+    with_entropy: bool = False,
     linear_bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -320,17 +339,22 @@ def linear_token_loss(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
-    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots)
+    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots) \quad \text{or} \quad
+        \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, H_i, u_{i1}, u_{i2}, \ldots)
 
-    Here f is token_loss, u are per_token, t is token_weight and d is the denominator of `linear_cross_entropy`.
-    `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
+    Here f is token_loss, u are per_token, t is token_weight, H is the entropy and d is the denominator of
+    `linear_cross_entropy`. `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative
+    log-likelihood, each with an entropy bonus if it gets an entropy_weight.
 
     The forward pass calls token_loss and differentiates it with autograd, for one chunk of rows at a time. With
     reduction "none" the upstream gradients are not known there, and the backward pass computes the logits again: four
-    matmuls, or two if the head is frozen.
+    matmuls, or two if the head is frozen. A loss that takes the entropy takes four matmuls in the kernels for 16-bit
+    inputs, because they store too few bits for its gradient; with reduction "none" it takes four, or three if the head
+    is frozen. `explain(..., with_entropy=True)` prints them.
 
     Args:
         token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss of PyTorch operations.
@@ -342,6 +366,9 @@ def linear_token_loss(
             graph. Any other function breaks the graph.
         per_token: (...) each, target's shape, any floating-point dtype. token_loss receives them as float32. Those
             that require grad get a gradient of their dtype.
+        with_entropy: whether token_loss is a function (log_prob, entropy, *per_token) -> loss of the entropy of the
+            distribution of each token too. It is differentiated with respect to both. Leave it False for a loss of
+            `token_losses`, which takes the entropy if it has an entropy_weight.
         reduction: "mean", "sum" or "none".
         memory_budget: bytes of workspace besides inputs, gradients and what token_loss allocates; None is 512 MiB.
         input: as all other arguments, see `linear_cross_entropy`.
@@ -370,8 +397,8 @@ def linear_token_loss(
         linear_ce/MATH.md (35), (36).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, NO_STATS)[0]
+    options += head_precision, memory_budget, implementation, grad_into, batch_invariant
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
 def linear_token_loss_with_stats(
@@ -381,6 +408,7 @@ def linear_token_loss_with_stats(
     token_loss: TokenLoss,
     *per_token: Tensor,
     stats: Sequence[str] = TOKEN_STATS,
+    with_entropy: bool = False,
     linear_bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -393,6 +421,7 @@ def linear_token_loss_with_stats(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -423,8 +452,9 @@ def linear_token_loss_with_stats(
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, check_stats(stats))
+    options += head_precision, memory_budget, implementation, grad_into, batch_invariant
+    wanted = check_stats(stats)
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
 
 def _token_loss(
@@ -433,24 +463,27 @@ def _token_loss(
     target: Tensor,
     token_loss: TokenLoss,
     per_token: tuple[Tensor, ...],
+    with_entropy: bool,
     options: tuple[Any, ...],
     stats: tuple[bool, ...],
 ) -> tuple[Tensor, TokenStats]:
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
-    arguments = input, linear_weight, target, token_loss, per_token, options, stats
+    with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
+    arguments = input, linear_weight, target, token_loss, per_token, with_entropy, options, stats
     if torch.compiler.is_compiling() and not isinstance(token_loss, Named):
         from core_triton.compiling import call_between_graphs  # loads torch._dynamo
 
         return call_between_graphs(_token_loss, *arguments)
     reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, memory_budget, implementation, grad_into = rest
+    head_precision, *how = rest
     spec = spec_of(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     given = linear_bias, None, token_weight, normalizer
-    call = prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into)
+    call = prepare(spec, input, linear_weight, target, *given, *how)
     flat = check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
-    loss, found = _run(run, *call[1:4], token_loss, flat, stats, grad_into=call.grad_into)
+    of_call = *call[1:4], token_loss, flat, stats
+    loss, found = _run(run, *of_call, with_entropy=with_entropy, grad_into=call.grad_into)
     return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
 
 
@@ -479,7 +512,7 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
         )
 
 
-def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
+def check_token_loss(token_loss: TokenLoss, *per_token: Tensor, with_entropy: bool = False) -> None:
     """Raises if a token loss is not elementwise; reads its values, so it waits for the device.
 
     `linear_token_loss` calls the function with some tokens at a time, in any order, and checks only the shape and dtype
@@ -488,8 +521,9 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
 
     Args:
         token_loss: as in `linear_token_loss`.
-        per_token: (...) each, the values to try, of two tokens or more. The log-probabilities are made up. Without
-            per_token there are 64 tokens.
+        per_token: (...) each, the values to try, of two tokens or more. The log-probabilities, and the entropies, are
+            made up. Without per_token there are 64 tokens.
+        with_entropy: as in `linear_token_loss`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_token_loss`.
@@ -506,9 +540,13 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
     if not isinstance(tokens, Tensor) or tokens.numel() < 2:
         raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got {_shape_or_kind(tokens)}")
     flat = check_per_token(token_loss, per_token, tokens, "per_token[0]")
+    with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
     number = torch.arange(1, tokens.numel() + 1, device=tokens.device)
     log_prob = -8.0 * torch.frac(0.618 * number)  # between 0 and -8, in no order
-    token_hook.check_elementwise(token_loss, [log_prob, *(one.detach().float() for one in flat)])
+    arguments = [log_prob, *(one.detach().float() for one in flat)]
+    if with_entropy:
+        arguments.insert(1, 6.0 * torch.frac(0.732 * number))
+    token_hook.check_elementwise(token_loss, arguments, with_entropy=with_entropy)
 
 
 def _shape_or_kind(value: Any) -> str:
@@ -529,6 +567,8 @@ def explain(
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
+    with_entropy: bool = False,
+    batch_invariant: bool = False,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -540,7 +580,9 @@ def explain(
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
-            head_precision: as given to the call. For log-probabilities, pass reduction "none".
+            head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
+        with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
+            of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -573,20 +615,25 @@ def explain(
     spec = spec_of(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     check_grad_into(grad_into, input, linear_weight, explains=True)
+    check_flag("with_entropy", with_entropy)
     named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
-    classes, budget, name = decide(spec, input.device, infos, memory_budget, implementation, gpu)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    classes, budget, name = decide(spec, input.device, infos, *how, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
-    stage: Stage = "losses"
+    stage: Stage = "statistics" if batch_invariant else "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
+        if with_entropy and reduction != "none":
+            stage = "entropy_loss_and_gradients"
     needs_grad = NeedsGrad(gradients, gradients, False)
-    given = {"grad_into": grad_into is not None, "head_precision": head_precision}
+    given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
     if check_saved_budget(saved_budget, reduction, **given) and gradients:
         plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
     else:
-        plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu)
+        asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant, "device": gpu}
+        plan = ops.plan_for(problem, stage, budget, name, needs_grad, **asked)
     return Explanation(*choose(input.device, implementation, gpu), plan)
 
 
@@ -597,6 +644,7 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
 
 def _loss(call: Call, *, statistics: int) -> ops.Losses:
     """Runs what the call needs."""
+    statistics |= BY_ROW if call.options.batch_invariant else 0
     if call.options.saved_budget:
         return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from core_triton.linear_ce import linear_cross_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_memory_budget, check_saved_budget
+from linear_ce.spec import (
+    HeadPrecision,
+    LossSpec,
+    Reduction,
+    check_batch_invariant,
+    check_memory_budget,
+    check_saved_budget,
+)
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(LossSpec))
 
@@ -26,7 +33,7 @@ class LinearCrossEntropy(nn.Module):
         bias: whether the head has a bias.
         weight: (V,) class weights, kept as a buffer.
         reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget,
-            saved_budget, implementation, head_precision: as for `linear_cross_entropy`.
+            saved_budget, implementation, head_precision, batch_invariant: as for `linear_cross_entropy`.
         device, dtype: of the parameters.
 
     Raises:
@@ -58,6 +65,7 @@ class LinearCrossEntropy(nn.Module):
         saved_budget: int = 0,
         implementation: str | None = None,
         head_precision: HeadPrecision | None = None,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -71,6 +79,12 @@ class LinearCrossEntropy(nn.Module):
             saved_budget, reduction, grad_into=False, head_precision=self.spec.head_precision
         )
         self.implementation = implementation
+        self.batch_invariant = check_batch_invariant(
+            batch_invariant,
+            label_smoothing=label_smoothing,
+            saved_budget=saved_budget,
+            implementation=implementation,
+        )
         self.weight = nn.Parameter(torch.empty(num_classes, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
         self.register_buffer("class_weight", weight)
@@ -107,6 +121,7 @@ class LinearCrossEntropy(nn.Module):
             saved_budget=self.saved_budget,
             implementation=self.implementation,
             grad_into=grad_into,
+            batch_invariant=self.batch_invariant,
             **options,
         )
 

@@ -43,6 +43,7 @@ from core_triton.saved_ops import (
     run_saved_gradients,
     run_saved_losses,
 )
+from core_triton.token_hook import takes_entropy
 from core_triton.token_losses import Named
 from core_triton.token_ops import (
     TokenCall,
@@ -143,7 +144,8 @@ def _token_loss_op(
     d_per_token: list[bool],
     stats: list[bool],
 ) -> TokenLossResults:
-    return run_token_loss(TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, stats))
+    of_tokens = function, per_token, needs_grad, d_per_token, stats, takes_entropy(function)
+    return run_token_loss(TokenCall(arrays, weights, options, *of_tokens))
 
 
 def _token_loss_fake(
@@ -277,7 +279,8 @@ def _token_loss_autograd(
     d_per_token: list[bool],
     stats: list[bool],
 ) -> tuple[Any, ...]:
-    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, stats)
+    of_tokens = function, per_token, needs_grad, d_per_token, stats, takes_entropy(function)
+    call = TokenCall(arrays, weights, options, *of_tokens)
     if any(arrays.needs_grad()) or any(which_need_grad(per_token)):
         results: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
         return results

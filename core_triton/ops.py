@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import chunked, row_math
+from core_triton import chunked, ranges, row_math
 from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
@@ -25,7 +25,7 @@ from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, lay
 from core_triton.row_math import Coefficients, RowStatistics
 from core_triton.token_hook import TokenHook
 from linear_ce.gpus import known_gpu
-from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, LSE, MAX, OF_LOGITS, SQUARES, planes
+from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, LSE, MAX, OF_LOGITS, SQUARES, planes
 
 OF_LOG_PROBS = LSE | ENTROPY | BY_ROW  # what `log_probs` computes, of `linear_ce.statistics`
 
@@ -67,7 +67,8 @@ def losses(
     grad_into: Tensor | None = None,
 ) -> Losses:
     """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`. With
-    `grad_into` the backward pass adds d_weight to it."""
+    `grad_into` the backward pass adds d_weight to it. With D_ENTROPY in `statistics` the entropy has a gradient too, of
+    a loss that is only a negative log-likelihood."""
     if torch.compiler.is_compiling():
         found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
     elif not any(needs_grad) and is_eager(arrays):
@@ -92,6 +93,7 @@ def loss(
     needs_grad = arrays.needs_grad()
     d_head = needs_grad.d_weight or needs_grad.d_bias
     in_forward = (d_head and reduce) or (needs_grad.d_input and (reduce or not d_head))
+    in_forward &= not statistics & D_ENTROPY
     run = loss_and_gradients if in_forward else losses
     return run(arrays, weights, options, needs_grad, statistics=statistics, reduce=reduce, grad_into=grad_into)
 
@@ -177,21 +179,25 @@ class RowLosses(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
-        ctx.options = options
-        ctx.save_for_backward(*arrays, found.row_weight, found.lse)
-        _only_first_differentiable(ctx, found)
+        ctx.options, entropy = options, found.entropy if statistics & D_ENTROPY else None
+        ctx.save_for_backward(*arrays, found.row_weight, found.lse, entropy)
+        _only_first_differentiable(ctx, found if entropy is None else found._replace(entropy=None))
         return found
 
     @staticmethod
     @no_double_backward
-    def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.adds.check(d_loss)
-        if d_loss is None:
+        d_entropy = Losses(d_loss, *others).entropy  # pyright: ignore[reportArgumentType]
+        if d_loss is None and d_entropy is None:
             return None, None, None, None
-        *saved, row_weight, lse = ctx.saved_tensors
-        upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
-        needs_grad, into = NeedsGrad(*ctx.needs_input_grad[1:]), ctx.adds.grad_into
-        return None, *_row_gradients(Arrays(*saved), ctx.options, upstream, lse, needs_grad, into)
+        *saved, row_weight, lse, entropy = ctx.saved_tensors
+        arrays, needs_grad, into = Arrays(*saved), NeedsGrad(*ctx.needs_input_grad[1:]), ctx.adds.grad_into
+        upstream = None if d_loss is None else torch.where(row_weight != 0, d_loss * row_weight, 0.0)
+        if d_entropy is None and upstream is not None:
+            return None, *_row_gradients(arrays, ctx.options, upstream, lse, needs_grad, into)
+        cotangents = None if upstream is None else -upstream, d_entropy, None
+        return None, *log_prob_gradients(arrays, ctx.options, entropy, lse, row_weight, cotangents, needs_grad, into)
 
 
 class RowLogProbs(torch.autograd.Function):
@@ -232,7 +238,7 @@ class RowLogProbs(torch.autograd.Function):
 
 
 def _only_first_differentiable(ctx: Any, found: Losses) -> None:
-    """Tells autograd that the loss is the only result with a gradient, and that an unused result's gradient is None."""
+    """Tells autograd that of these results only the loss has a gradient, and that an unused one's gradient is None."""
     rest = [result for result in found[1:] if result is not None]
     if rest:
         ctx.mark_non_differentiable(*rest)
@@ -401,9 +407,13 @@ def plan_a(
     hook: TokenHook | None = None,
     grad_into: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients, Tensor | None]:
-    """Runs plan A. Returns the loss, () with `reduce`, the statistics, the gradients and their scales."""
+    """Runs plan A. Returns the loss, () with `reduce`, the statistics, the gradients and their scales.
+
+    A hook that takes the entropies, where kernels store exponentials of 16 bits or nothing between the passes, is
+    called between plan B and the backward pass of plan C.
+    """
     problem = _problem(
-        "loss_and_gradients",
+        "entropy_loss_and_gradients" if statistics & D_ENTROPY else "loss_and_gradients",
         arrays,
         options,
         row_weight,
@@ -412,18 +422,39 @@ def plan_a(
         vectors=0 if hook is None else hook.bytes,
         grad_into=grad_into,
     )
-    plan, pair = plan_of(problem), None
+    plan, pair, scales = plan_of(problem), None, None
+    needs_scales = arrays.input.dtype == torch.float16 and grad_into is None
+    if needs_scales and plan.path == "scaled_exp":
+        from core_triton.float16 import scales_of  # Triton is not on every machine that has PyTorch
+
+        scales = scales_of(problem.row_weight)
+    elif needs_scales:
+        pair = row_math.saved_scales(row_weight)
+        scales = torch.stack(pair)
+    if hook is not None and statistics & D_ENTROPY and plan.path == "recompute":
+        ones = (row_weight != 0).float()  # the weighted loss of a row is then its negative log-likelihood
+        nll, found = plan_b(arrays, options, ones, statistics=statistics, reduce=False, vectors=hook.bytes)
+        hook.process(slice(None), nll, found.entropy)
+        assert hook.contributes is not None
+        coefficients = chunked.token_coefficients(problem, hook, slice(None), found.lse, found.entropy)
+        of_rows = replace(problem, row_weight=hook.contributes)
+        with library_settings(plan, arrays.input):
+            gradients = chunked.gradients(
+                _tiles(plan), of_rows, plan.chunk_config, found.lse, coefficients, needs_grad, scales=pair
+            )
+        loss = hook.loss.sum() if reduce else hook.loss
+        return loss, found, gradients, scales
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
-            loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+            loss, found, gradients = _scaled_exp(
+                problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, scales=scales
+            )
         else:
-            if arrays.input.dtype == torch.float16 and grad_into is None:
-                pair = row_math.saved_scales(row_weight)
             loss, found, gradients = chunked.loss_and_gradients(
                 _tiles(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
             )
             loss = loss.sum() if reduce else loss
-    return loss, found, gradients, None if pair is None else torch.stack(pair)
+    return loss, found, gradients, scales
 
 
 def run_losses(
@@ -440,8 +471,9 @@ def run_losses(
 
     def run() -> Losses:
         row_weight = compute_row_weights(arrays, weights, options)
-        if any(needs_grad):
-            _problem("row_gradients", arrays, options, row_weight, needs_grad)  # raises if the backward pass cannot run
+        if any(needs_grad):  # raises if the backward pass cannot run
+            d_entropy = statistics & D_ENTROPY != 0
+            _problem("row_gradients", arrays, options, row_weight, needs_grad, entropy=d_entropy)
         loss, found = plan_b(arrays, options, row_weight, statistics=statistics, reduce=reduce)
         return kept_losses(loss, row_weight, found, statistics=statistics, backward=any(needs_grad))
 
@@ -506,10 +538,19 @@ def _scaled_exp(
     reduce: bool,
     hook: TokenHook | None = None,
     d_input: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)
+    return scaled_exp(
+        problem,
+        needs_grad,
+        statistics=statistics,
+        reduce=reduce,
+        hook=hook,
+        d_input=d_input,
+        scales=scales,
+    )
 
 
 def _recorded(
@@ -521,7 +562,7 @@ def _recorded(
     grad_into: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed."""
-    if options.implementation == "chunked" or not arrays.input.is_cuda or _modes():
+    if options.implementation == "chunked" or not arrays.input.is_cuda or _modes() or ranges.current():
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 
@@ -532,7 +573,10 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
     """Plan B with the entropy. `needs_grad` as for `run_losses`."""
     row_weight = compute_row_weights(arrays, TokenWeights(None, None), options)
     if any(needs_grad):  # raises if the backward pass could not run
-        _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
+        if options.batch_invariant:  # which differentiates log_prob only
+            _problem("row_gradients", arrays, options, row_weight, needs_grad)
+        else:
+            _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
     # The row weights are 1, so the losses are negative log-likelihoods.
     nll, found = plan_b(arrays, options, row_weight, statistics=OF_LOG_PROBS, reduce=False)
     assert found.entropy is not None
@@ -572,7 +616,8 @@ def plan_c(
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
-            return _scaled_exp(problem, needs_grad, statistics=0, reduce=False, d_input=d_input)[2]
+            by_row = BY_ROW if options.batch_invariant else 0
+            return _scaled_exp(problem, needs_grad, statistics=by_row, reduce=False, d_input=d_input)[2]
         coefficients = row_math.loss_coefficients(
             problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
         )
@@ -634,6 +679,7 @@ def _problem(
         statistics=statistics,
         entropy=entropy,
         copied=copied,
+        batch_invariant=options.batch_invariant,
     )
     return replace(problem, plan=plan)
 
@@ -648,6 +694,7 @@ def plan_for(
     statistics: int = 0,
     entropy: bool = False,
     copied: int = 0,
+    batch_invariant: bool = False,
     device: DeviceInfo | None = None,
 ) -> ExecutionPlan:
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays and of a device, or theirs."""
@@ -676,6 +723,7 @@ def plan_for(
         device=device,
         grad_into=problem.grad_into is not None,
         splits_head=problem.spec.splits_head,
+        batch_invariant=batch_invariant,
     )
     return make_plan(key)
 

@@ -12,12 +12,20 @@ from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, BudgetTooSmallError, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 
 Path = Literal["scaled_exp", "recompute", "stored_logits", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
+Stage = Literal[
+    "loss_and_gradients",
+    "entropy_loss_and_gradients",  # of a token loss that takes the entropies
+    "losses",
+    "statistics",
+    "saved_rows",
+    "row_gradients",
+    "gradients",
+]
 
 
 class MatrixLayout(NamedTuple):
@@ -82,6 +90,7 @@ class PlanKey(NamedTuple):
     device: DeviceInfo
     grad_into: bool = False  # d_weight is added to a float32 tensor of the caller
     splits_head: bool = False  # into two matrices of the input's dtype
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,10 +121,13 @@ class ExecutionPlan:
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
-            rows, the logits of the forward pass, which has a plan of its own, come first.
+            rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
+        fits_float16: whether scaled exponentials of float16 are fitted to its range (`float16.py`). Where no gradient
+            follows, now or from a token loss, they are sums in float32 only and need not be.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
+        batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
     """
 
     implementation: str
@@ -136,8 +148,10 @@ class ExecutionPlan:
     memory_budget: int
     matmuls: tuple[str, ...]
     smooths: bool = False
+    fits_float16: bool = False
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
+    batch_invariant: bool = False
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -181,6 +195,7 @@ class ExecutionPlan:
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
             others=None if others is None else (others.path, others.chunks.rows, others.tokens),
+            fixed_rows=self.scaled_exp_config.d_input_rows if self.batch_invariant else None,
         )
 
 
@@ -209,10 +224,56 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
 
     Raises:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
-            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved. Or the call must be
+            batch-invariant and is not.
     """
-    if key.stage == "row_gradients":
-        plan = _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+    plan = _any_plan(key)
+    why = why_variant(key, plan) if key.batch_invariant else None
+    if why is not None:
+        raise ValueError(f"batch_invariant=True {why}")
+    return replace(plan, batch_invariant=key.batch_invariant)
+
+
+def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
+    """Returns why the results of a row depend on the other rows of a call, the rest of a sentence, or None.
+
+    cuBLAS chooses a kernel, and with it the order of a sum, by the number of rows. So none of its matmuls may compute
+    logits or d_input. `recompute` sums over vocabulary chunks that depend on the number of rows.
+    """
+    x, w = key.input, key.linear_weight
+    if plan.path == "chunked":
+        return "needs the kernels, got implementation 'chunked'"
+    if key.stage == "gradients":
+        return "has no gradients of entropy and lse: their matmuls are cuBLAS's. Differentiate log_prob only"
+    if x.dtype != "bfloat16":
+        return f"needs a bfloat16 input, got {x.dtype}"
+    if plan.path != "scaled_exp":
+        return f"needs fewer than {tile_config.MAX_STRIDE} classes on this GPU, got {key.classes}"
+    if not key.d_input or plan.d_input_tiling is not None:
+        return None
+    if w.dtype != x.dtype:
+        return f"needs a {x.dtype} linear_weight for the gradient of input, got {w.dtype}"
+    if plan.casts_head:
+        return (
+            "needs a linear_weight whose rows start at multiples of 16 bytes for the gradient of input, "
+            f"got shape {w.shape} with strides {w.strides}"
+        )
+    return f"needs compute capability 8.x or 9.0 for the gradient of input, got {key.device.capability / 10}"
+
+
+def _any_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call, whether or not it must be batch-invariant and is."""
+    if key.stage == "entropy_loss_and_gradients" and (key.implementation == "chunked" or key.input.dtype == "float32"):
+        return make_plan(key._replace(stage="loss_and_gradients"))
+    if key.stage in ("row_gradients", "entropy_loss_and_gradients"):
+        # The exponentials in 16 bits have too few bits for the logarithms in the gradient of an entropy.
+        plan = None if key.entropy else _plan_a_again(key)
+        if plan is None:
+            keys = [key._replace(stage="gradients")]
+            if key.stage == "entropy_loss_and_gradients":  # the losses are part of the call
+                no_gradient = {"d_input": False, "d_weight": False, "d_bias": False, "grad_into": False}
+                keys.append(key._replace(stage="statistics", **no_gradient))
+            plan = _first_plan(keys)
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
@@ -281,7 +342,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         or (
             # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
             key.stage in ("loss_and_gradients", "saved_rows", "statistics")
-            and x.dtype == "bfloat16"
+            # d_input and d_weight of float16 have different scales, which the terms of rank one do not.
+            and (x.dtype == "bfloat16" or not key.label_smoothing)
             # Rows of exponentials would be too long for the kernels' int32 offsets.
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )
@@ -302,6 +364,11 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
         d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden and not key.grad_into
         holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
+        fits_float16 = x.dtype == "float16" and key.stage != "losses"
+        copied = key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes)
+        if fits_float16:  # rows' numbers; a sample of the head, which is copied unless its rows can be read in place
+            copies = casts_head + (w.strides[1] != 1 or padded_hidden != hidden)
+            copied += 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
@@ -330,13 +397,15 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stores=needs_grad,
             saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             d_input=key.d_input,
+            scales_d_weight=fits_float16 and key.d_weight and not d_weight_kernel,
             holds=holds_rows,
             needs_cast=casts_head,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=1 if key.stage == "saved_rows" else key.statistics,
+            statistics=1 if key.stage == "saved_rows" else key.statistics + (fits_float16 and needs_grad),
             tiling=tiling,
             splits_head=key.splits_head,
-            copied=key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes),
+            copied=copied,
+            batch_invariant=key.batch_invariant,
             call=call,
             budget=key.memory_budget,
         )
@@ -344,7 +413,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             gpu=key.device.gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
-            matmuls=matmuls, smooths=key.label_smoothing != 0,
+            matmuls=matmuls, smooths=key.label_smoothing != 0, fits_float16=fits_float16,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
@@ -382,9 +451,25 @@ def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str 
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"
 
 
+def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
+    """Returns the plan of the first part of a call, given all its parts. Raises the error that names the largest memory
+    budget."""
+    plans, refusals = list[ExecutionPlan](), list[BudgetTooSmallError]()
+    for key in keys:
+        try:
+            plans.append(make_plan(key))
+        except BudgetTooSmallError as refusal:
+            refusals.append(refusal)
+    if refusals:
+        raise max(refusals, key=lambda refusal: refusal.least)
+    return plans[0]
+
+
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
     """Returns plan A with scaled exponentials for the gradients of losses of rows. None if it cannot run, or if its
-    chunks have so few rows that recomputing the logits is faster."""
+    chunks have so few rows that recomputing the logits is faster. With batch_invariant it must run."""
+    if key.batch_invariant:
+        return make_plan(key._replace(stage="loss_and_gradients"))
     try:
         plan = make_plan(key._replace(stage="loss_and_gradients"))
     except ValueError:  # recomputing takes less memory

@@ -406,6 +406,11 @@ def finish_rows_kernel(
                 tl.store(x_row + columns[None, :], x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
+# With specialization a number of rows that is a multiple of 16 would decide how threads divide a block of sums, and so
+# the order in which they are added. Calls whose sums must not depend on the number of rows launch this one.
+finish_rows_kernel_by_row = triton.jit(do_not_specialize=["rows"])(finish_rows_kernel.fn)
+
+
 FINISHED_ROWS = 8  # of a program: enough programs to fill a GPU
 
 FINISHED_COLUMNS = 512  # of the input that it scales at a time
@@ -431,11 +436,12 @@ def finish_rows(
     lse_out: Tensor,
     target_logit_out: Tensor,
     top_out: Tensor | None,
+    by_row: bool,
 ) -> None:
-    """Launches `finish_rows_kernel` for n packed rows."""
+    """Launches `finish_rows_kernel` for n packed rows. `by_row`: no result of a row depends on the other rows."""
     spec = problem.spec
     launch(
-        finish_rows_kernel,
+        finish_rows_kernel_by_row if by_row else finish_rows_kernel,
         (cdiv(n, FINISHED_ROWS),),
         sums,
         tops,

@@ -24,6 +24,7 @@ from core_triton.kernels import (
 from core_triton.launch import At, cdiv, launch
 from core_triton.problem import Problem
 from core_triton.row_kernels import BLOCKS_AT_ONCE, FINISHED_ROWS, LN_2, SMALL_BLOCK, column_maxima, column_sums
+from linear_ce import statistics as bits
 
 
 @triton.jit
@@ -223,6 +224,9 @@ def merge_kernel(
     tl.store(max_ptr + row_ids, top, mask=inside)
 
 
+merge_kernel_by_row = triton.jit(do_not_specialize=["rows"])(merge_kernel.fn)  # `finish_rows_kernel_by_row` says why
+
+
 def merge(
     tops: Tensor,
     sums: Tensor,
@@ -237,7 +241,7 @@ def merge(
 ) -> None:
     """Launches `merge_kernel`: merges statistics (class blocks, n) over class blocks into their first row."""
     launch(
-        merge_kernel,
+        merge_kernel_by_row if statistics & bits.BY_ROW else merge_kernel,
         (cdiv(n, SMALL_BLOCK),),
         tops,
         sums,
@@ -249,7 +253,7 @@ def merge(
         class_blocks,
         block_width,
         WEIGHTED=weighted_sums is not None,
-        STATISTICS=statistics,
+        STATISTICS=statistics & ~bits.BY_ROW,
         BLOCK_N=SMALL_BLOCK,
         BLOCK_T=BLOCKS_AT_ONCE,
         num_warps=4,

@@ -3,16 +3,17 @@
 The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
 2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long
 as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
-the range are computed again with k from the largest logit.
+the range are computed again with k from the largest logit. `ranges.py` counts them. float16 has a smaller range:
+`float16.py`.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for bfloat16, and for label smoothing where its terms are of rank one
-(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The steps for
-each chunk of rows:
+exponentials. Plan A with scaled exponentials is for 16 bits, and in bfloat16 for label smoothing where its terms are of
+rank one (`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The
+steps for each chunk of rows:
 
     rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
     exponentials and their sums                       `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x    `row_kernels.finish_rows`
+    loss, and the factors of rows; x becomes rho x    `row_kernels.finish_rows`, for float16 `float16.finish`
     d_weight += E^T (rho x)                           `_add_d_weight`
     d_input = rho (E W) + theta w_target              `_store_d_input`
 
@@ -31,16 +32,19 @@ from torch import Tensor
 from core_triton import (
     ampere_gradients,
     ampere_logits,
+    float16,
     hopper_gradients,
     hopper_logits,
     input_grad,
     kernels,
+    ranges,
     row_kernels,
     row_statistics,
     saved_kernels,
     target_grad,
     tile_config,
 )
+from core_triton.float16 import Float16Rows
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import (
@@ -60,7 +64,18 @@ from core_triton.row_statistics import LogitStatistics
 from core_triton.smoothing import Smoothing
 from core_triton.tile_config import ScaledExpConfig
 from core_triton.token_hook import TokenHook
-from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, MAX, OF_LOGITS, SQUARES, planes
+from linear_ce.statistics import (
+    ARGMAX,
+    BY_ROW,
+    ENTROPY,
+    LOGIT_SUM,
+    MAX,
+    OF_BLOCKS,
+    OF_LOGITS,
+    SHIFTS,
+    SQUARES,
+    planes,
+)
 
 
 class PackedRows(NamedTuple):
@@ -88,15 +103,17 @@ class PackedRows(NamedTuple):
     target_logit_out: Tensor
     top_out: Tensor | None  # the largest logit, if it is the only one of the statistics
     statistics_out: LogitStatistics | None  # if there are others
+    float16: Float16Rows | None  # if `plan.fits_float16`
 
 
-def pack_rows(problem: Problem, rows: int, *, statistics: int) -> PackedRows:
+def pack_rows(problem: Problem, rows: int, *, statistics: int, scales: Tensor | None = None) -> PackedRows:
     """Packs the rows of a call with chunks of `rows` rows. The results of the rows are not yet computed."""
     plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
     assert plan.tile is not None
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
     chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
-    zeros = count.new_empty(chunks * (row_blocks + 2))
+    zeros = count.new_empty(chunks * (row_blocks + 2 + plan.fits_float16))
+    flags = zeros[2 * chunks :][: chunks * row_blocks]
     half = plan.tile.block_n // 2
     if plan.hopper and not plan.casts_head and (rows >= half or chunks <= 1):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
@@ -107,14 +124,17 @@ def pack_rows(problem: Problem, rows: int, *, statistics: int) -> PackedRows:
         torch.empty_like(target),
         torch.empty_like(row_weight),
         count,
-        zeros[2 * chunks :].view(chunks, row_blocks),
+        flags.view(chunks, row_blocks),
         zeros[: 2 * chunks].view(chunks, 2),
         hit,
         *(torch.empty_like(row_weight) for _ in range(8)),
-        top_out=torch.empty_like(row_weight) if statistics & OF_LOGITS == MAX else None,
+        top_out=torch.empty_like(row_weight) if statistics & OF_BLOCKS == MAX else None,
         statistics_out=None,
+        float16=None,
     )
-    if statistics & OF_LOGITS & ~MAX:
+    if plan.fits_float16:
+        found = found._replace(float16=float16.make_rows(row_weight, zeros[chunks * (row_blocks + 2) :], scales))
+    if statistics & OF_LOGITS and found.top_out is None:
         kinds = (
             (MAX, torch.float32),
             (ARGMAX, torch.int64),
@@ -150,6 +170,7 @@ def scaled_exp(
     reduce: bool = False,
     hook: TokenHook | None = None,
     d_input: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
@@ -161,6 +182,7 @@ def scaled_exp(
         statistics: of `linear_ce.statistics`.
         hook: a token loss in place of the cross-entropy, for plan A without class weights and z-loss.
         d_input: where d_input is written, if not to a new tensor.
+        scales: (2,) powers of two that d_input and the gradients of the head are multiplied by, for float16.
 
     Returns:
         The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with those of
@@ -168,7 +190,15 @@ def scaled_exp(
         lse and the target logit are 0 in rows whose gradients are 0.
     """
     with on_device(problem.input.device):
-        return _run(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)[1:]
+        return _run(
+            problem,
+            needs_grad,
+            statistics=statistics,
+            reduce=reduce,
+            hook=hook,
+            d_input=d_input,
+            scales=scales,
+        )[1:]
 
 
 def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tuple[Tensor, RowStatistics, SavedRows]:
@@ -230,7 +260,7 @@ def saved_gradients(
             if d_weight is not None:
                 saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=rho)
                 active = Active(saved.count, chunk.start, int(starts))
-                _add_d_weight(problem, e, chunk_x, active, d_weight, first=starts)
+                _add_d_weight(problem, e, chunk_x, scaled, active, d_weight, first=starts)
             if d_bias is not None:
                 row_kernels.add_class_sums(d_bias, e, rho, first=starts)
         total = None if d_weight is None else d_weight.sum
@@ -253,6 +283,7 @@ def _run(
     hook: TokenHook | None,
     d_input: Tensor | None,
     saved_e: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[PackedRows, Tensor, RowStatistics, Gradients]:
     """Runs `scaled_exp`. The exponentials of all rows go to `saved_e` (N, padded K) if that is not None."""
     plan = plan_of(problem)
@@ -268,7 +299,9 @@ def _run(
     d_bias = problem.row_weight.new_empty(classes) if needs_grad.d_bias else None
     if d_bias is not None and not tokens:
         d_bias.zero_()
-    rows = pack_rows(problem, config.rows, statistics=statistics)
+    if plan.fits_float16 and any(needs_grad):
+        statistics |= SHIFTS
+    rows = pack_rows(problem, config.rows, statistics=statistics, scales=scales)
     stored = saved_e
     if stored is None and any(needs_grad):
         stored = x.new_empty((config.rows, tile_config.padded(classes)))
@@ -309,8 +342,10 @@ def _run(
             row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook, statistics)
         if smoothing is not None and d_weight is not None:
             smoothing.add_rows(chunk_x[:, :hidden], row_weight, first=first)
-        scaled_x = None if d_weight is None else chunk_x
-        _finish_rows(problem, config, gradient_rows, chunk, scratch, row_weight=row_weight, e=e, x=scaled_x)
+        scaled_x = None if d_weight is None or plan.fits_float16 else chunk_x
+        by_row = statistics & BY_ROW != 0
+        options = {"row_weight": row_weight, "e": e, "x": scaled_x, "by_row": by_row}
+        _finish_rows(problem, config, gradient_rows, chunk, scratch, **options)
         if hook is None:
             _finish_statistics(problem, config, rows, chunk, scratch, statistics)
         if saved_e is not None and e is not None:
@@ -326,14 +361,19 @@ def _run(
             )
         if e is None:
             continue
+        count: Tensor | At = rows.count
+        if plan.fits_float16:
+            count = _fit_in_float16(problem, config, rows, chunk, scratch, e, chunk_x, statistics, d_weight is not None)
         if d_weight is not None:
-            _add_d_weight(problem, e, chunk_x, Active(rows.count, start, int(first)), d_weight, first=first)
+            _add_d_weight(problem, e, chunk_x, scratch, Active(count, start, int(first)), d_weight, first=first)
         if d_bias is not None:
             row_kernels.add_class_sums(d_bias, e, At(rows.rho, start), first=first)
         if d_input is not None:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
         del e
     del stored, held, scratch
+    if rows.float16 is not None and tokens and any(needs_grad):
+        float16.scale_head(rows.float16, rows.theta, d_bias)
     if tokens and (d_weight is not None or d_bias is not None):
         _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
         if smoothing is not None:
@@ -350,6 +390,10 @@ def _run(
         same = (d_bias.shape, d_bias.dtype) == (b.shape, b.dtype)
         d_bias = d_bias if same else row_kernels.class_gradient(d_bias, b)
     gradients = Gradients(d_input, made_d_weight, d_bias)
+    report = ranges.current()
+    if report is not None:
+        shift = rows.float16.shift if rows.float16 is not None and any(needs_grad) else None
+        report.add(rows.flag, shift, rows.count)
     loss, row_weight = rows.loss_out, problem.row_weight
     if hook is not None:
         assert hook.gradient_weight is not None
@@ -384,6 +428,16 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
         chunk_rows=config.rows,
         tile=plan.tile,
     )
+    if rows.float16 is not None:
+        float16.place(
+            problem,
+            rows.float16,
+            result,
+            start,
+            target=rows.target,
+            target_logit=rows.target_logit,
+            ref_exponent=rows.ref_exponent,
+        )
 
 
 def _store_exponentials(
@@ -407,7 +461,7 @@ def _store_exponentials(
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None
     number, first_block = start // config.rows, 0
-    of_logits, by_row = statistics & OF_LOGITS, statistics & BY_ROW != 0
+    of_logits, by_row = statistics & OF_BLOCKS, statistics & BY_ROW != 0
     pieces: list[tuple[slice, dict[str, Any]]] = []
     for vocab_chunk in problem.vocab_chunks(config.head_rows):
         place = first_block * n
@@ -463,6 +517,7 @@ def _finish_rows(
     row_weight: At,
     e: Tensor | None,
     x: Tensor | None,
+    by_row: bool,
 ) -> None:
     """Writes the results of a chunk's packed rows from the sums in `scratch`, for the row weights that are given (n,).
     With e (n, K) and x (n, D), prepares both for the matmuls of the gradients."""
@@ -486,6 +541,7 @@ def _finish_rows(
         lse_out=rows.lse_out,
         target_logit_out=rows.target_logit_out,
         top_out=rows.top_out,
+        by_row=by_row,
     )
 
 
@@ -493,21 +549,59 @@ def _finish_statistics(
     problem: Problem, config: ScaledExpConfig, rows: PackedRows, chunk: slice, scratch: Tensor, statistics: int
 ) -> None:
     """Writes the statistics of a chunk's packed rows from those of the class blocks in `scratch`."""
-    tile, n, start = plan_of(problem).tile, chunk.stop - chunk.start, chunk.start
+    n, start = chunk.stop - chunk.start, chunk.start
     if rows.statistics_out is None:
         return
-    assert tile is not None
     row_statistics.finish_statistics(
         problem,
         n,
         config.blocks,
-        min(config.head_rows, tile.block_v),  # a vocabulary chunk has fewer classes or whole tiles
-        statistics & OF_LOGITS,
+        _block_width(problem, config),
+        statistics & OF_BLOCKS,
         sums=At(scratch, 0),
         of_logits=At(scratch, config.blocks * n),
         row_weight=At(rows.row_weight, start),
         order=At(rows.order, start),
         results=rows.statistics_out,
+    )
+
+
+def _block_width(problem: Problem, config: ScaledExpConfig) -> int:
+    """Returns the classes of a class block: a vocabulary chunk has fewer classes than a tile, or whole tiles."""
+    tile = plan_of(problem).tile
+    assert tile is not None
+    return min(config.head_rows, tile.block_v)
+
+
+def _fit_in_float16(
+    problem: Problem,
+    config: ScaledExpConfig,
+    rows: PackedRows,
+    chunk: slice,
+    scratch: Tensor,
+    e: Tensor,
+    x: Tensor,
+    statistics: int,
+    scales_x: bool,
+) -> At:
+    """Prepares a chunk of float16 for the matmuls of the gradients; returns what `Active.count` is for d_weight."""
+    assert rows.float16 is not None
+    n = chunk.stop - chunk.start
+    return float16.finish(
+        problem,
+        rows.float16,
+        chunk.start // config.rows,
+        chunk.start,
+        n,
+        config.blocks,
+        _block_width(problem, config),
+        planes(statistics),
+        of_logits=At(scratch, config.blocks * n),
+        rho=rows.rho,
+        theta=rows.theta,
+        count=rows.count,
+        e=e,
+        x=x if scales_x else None,
     )
 
 
@@ -523,7 +617,7 @@ def _weights_of_token_loss(
     """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
     # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
     ones = (rows.row_weight[chunk] != 0).float()
-    _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None)
+    _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None, by_row=True)
     _finish_statistics(problem, config, rows, chunk, scratch, statistics)
     order = rows.order[chunk]
     weight = hook.process(order, rows.loss_out[order])
@@ -545,14 +639,27 @@ def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
     return copy
 
 
-def _add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: ClassSum, *, first: bool) -> None:
+def _add_d_weight(
+    problem: Problem, e: Tensor, x: Tensor, scratch: Tensor, active: Active, d_weight: ClassSum, *, first: bool
+) -> None:
     """Adds e^T @ x to d_weight: (33) without the targets' terms. x (n, >= D) is already multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
         module = hopper_gradients if plan_of(problem).hopper else ampere_gradients
         module.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
         return
-    rows_of_x = operand(x[:, : problem.input.shape[1]], x.dtype)
-    d_weight.put_matmul(slice(0, e.shape[1]), operand(e, e.dtype).T, rows_of_x, None, first=first)
+    hidden = problem.input.shape[1]
+    rows_of_x, of_e, classes = operand(x[:, :hidden], x.dtype), operand(e, e.dtype).T, e.shape[1]
+    if not plan_of(problem).fits_float16:
+        d_weight.put_matmul(slice(0, classes), of_e, rows_of_x, None, first=first)
+        return
+    assert isinstance(active.count, At)
+    _, exponent = active.count.tensor[active.count.start].unbind()
+    power, step = torch.ldexp(scratch.new_ones(()), exponent), len(scratch) // hidden
+    for start in range(0, classes, step):
+        piece = slice(start, min(start + step, classes))
+        product = scratch[: (piece.stop - start) * hidden].view(-1, hidden)
+        add_matmul(product, of_e[piece], rows_of_x, first=True)
+        d_weight.put(piece, product.mul_(power), first=first)
 
 
 def _store_d_input(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import D_BLOCK, GROUP_BYTES, ROW_BLOCK
-from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, BudgetTooSmallError, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ScaledExpConfig:
         splits_tiles: the tiles of our kernel may be split along the classes: `SplitKSchedule`.
         head_rows: rows of the head that a matmul takes at a time: all of them, unless they must be cast.
         blocks: class blocks. Each has partial sums.
-        scratch: float32 elements of one buffer, first for partial sums, then for the matmul of d_input.
+        scratch: float32 elements of one buffer, first for partial sums, then for the matmuls of gradients.
         bytes: bytes of workspace.
     """
 
@@ -225,6 +225,9 @@ def choose_d_input_tiling(multiprocessors: int, ampere_tile: TileConfig | None) 
 
 CAST_BYTES = 2**25
 
+# Of a float32 matmul of d_weight by cuBLAS, times a power of two: float16. Wide matmuls are faster.
+D_WEIGHT_BYTES, ROOMY_BUDGET = 2**25, 2**28
+
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
 
@@ -238,12 +241,14 @@ def choose_scaled_exp(
     stores: bool,
     saves: bool = False,
     d_input: bool,
+    scales_d_weight: bool = False,
     holds: bool,
     needs_cast: bool,
     statistics: int,
     tiling: DInputTiling | None,
     splits_head: bool = False,
     copied: int = 0,
+    batch_invariant: bool = False,
     call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
@@ -260,12 +265,15 @@ def choose_scaled_exp(
         stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
         saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         d_input: d_input is computed.
+        scales_d_weight: d_weight is a float32 matmul of cuBLAS, a few classes at a time, times a power of two.
         holds: the memory of d_input holds the chunk's rows of the input.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: how many numbers besides the sums a kernel writes for each row and class block.
         tiling: of the kernel that computes d_input; None if cuBLAS computes it.
         splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
         copied: bytes of the contiguous copies of strided vectors.
+        batch_invariant: the order of a row's sums must not depend on the number of rows and the budget. Then tiles of
+            d_input have one size and are not split, and class blocks begin at multiples of `block_v`.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -277,12 +285,15 @@ def choose_scaled_exp(
     head_rows = classes
     if needs_cast:
         limit = min(CAST_BYTES, budget // 4) // (itemsize * hidden)
-        head_rows = min(classes, limit // block_v * block_v or MIN_VOCAB_CHUNK)
+        head_rows = min(classes, limit // block_v * block_v or (block_v if batch_invariant else MIN_VOCAB_CHUNK))
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
     # `scaled_exp.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not full.
     fixed += (3 * -(-tokens // (ROW_BLOCK // 2)) + 2) * -(-classes // block_v)
     in_workspace = stores and not saves
+    d_weight_scratch = scales_d_weight * min(classes, MIN_VOCAB_CHUNK) * hidden
+    if budget >= ROOMY_BUDGET:
+        d_weight_scratch = scales_d_weight * min(classes * hidden, D_WEIGHT_BYTES // 4)
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
     @cache
@@ -303,7 +314,7 @@ def choose_scaled_exp(
         d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
-        scratch = max((1 + statistics) * blocks * rows, d_input_scratch)
+        scratch = max((1 + statistics) * blocks * rows, d_input_scratch, d_weight_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
         size += rows * itemsize * (padded(classes) * in_workspace + hidden * (saves or not holds)) + 4 * scratch
@@ -346,6 +357,8 @@ def choose_scaled_exp(
     # at least one.
     narrow = [min(classes, vocab_chunk) for vocab_chunk in (MIN_VOCAB_CHUNK, block_v)] if needs_cast else [classes]
     tiles = [(D_INPUT_ROWS, False)] if tiling is None else tiling.choices
+    if batch_invariant:
+        narrow, tiles = narrow[-1:], tiles[-1:]
     smallest = min(
         ((*tiles[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
     )
@@ -357,9 +370,7 @@ def choose_scaled_exp(
         if last is not None:
             return last
         least = config(least_rows, *smallest).bytes
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
-        )
+        raise BudgetTooSmallError(least, tokens, classes, budget)
     fitting = [found for found in fitting if found.splits_tiles] or fitting
     return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
 
@@ -450,9 +461,7 @@ def choose_recomputed(
         vocab_chunks.append(least_vocab_chunk)
     least = model(least_vocab_chunk).bytes(least_rows, least_vocab_chunk)
     if least > budget:
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
-        )
+        raise BudgetTooSmallError(least, tokens, classes, budget)
     narrowest = min(tokens, model(least_vocab_chunk).rows_within(budget, least_vocab_chunk))
     enough = max(least_rows, min(narrowest, max(narrowest // 2, 1)))
     vocab_chunk = next(

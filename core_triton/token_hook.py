@@ -5,6 +5,8 @@ gradients, the statistics of a chunk's rows are complete, so its log-probabiliti
 f on these n numbers and differentiates it. The gradients are then those of a negative log-likelihood whose row weights
 are -row_weight * f'(log_prob): MATH.md (35), (36). So the kernels of the gradients are those of the cross-entropy.
 Where kernels can run, a named loss is one kernel (`token_kernels.py`).
+
+A loss of the entropies takes them as its second argument, and has a second row weight: MATH.md (45), (46).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor
 
 from core_triton.token_losses import Named
+from linear_ce.spec import check_flag
 
-TokenLoss = Callable[..., Tensor]  # (log_prob, *per_token) -> loss, all (n,) float32
+TokenLoss = Callable[..., Tensor]  # (log_prob, *per_token) or (log_prob, entropy, *per_token) -> loss, all (n,) float32
 
 
 class TokenHook:
@@ -31,6 +34,7 @@ class TokenHook:
         d_logits: whether the gradients with respect to the logits are needed.
         d_per_token: which of the arguments are differentiated.
         log_prob: whether the log-probabilities are kept.
+        with_entropy: whether the function takes the entropies.
         kernels: whether kernels can run where the arrays are.
     """
 
@@ -43,15 +47,20 @@ class TokenHook:
         d_logits: bool,
         d_per_token: Sequence[bool],
         log_prob: bool = False,
+        with_entropy: bool = False,
         kernels: bool,
     ) -> None:
         self.token_loss = token_loss
+        self.with_entropy = with_entropy
         self.kernels = kernels
         self.per_token = per_token
         self.row_weight = row_weight
         self.loss = torch.empty_like(row_weight)  # (N,), times the row weight
         # (N,), the row weight in the gradients. It is also 0 where the derivative is 0.
         self.gradient_weight = torch.empty_like(row_weight) if d_logits else None
+        # (N,) the same for the entropy, and whether either of the two is not 0.
+        self.d_entropy = torch.empty_like(row_weight) if d_logits and with_entropy else None
+        self.contributes = self.gradient_weight if self.d_entropy is None else torch.empty_like(row_weight)
         self.log_prob = torch.empty_like(row_weight) if log_prob else None  # (N,)
         # (N,) float32 each, times the row weight; None if not needed.
         self.d_per_token = [torch.empty_like(row_weight) if needed else None for needed in d_per_token]
@@ -60,9 +69,9 @@ class TokenHook:
     def bytes(self) -> int:
         """How many bytes the vectors take at most, without those that the token loss allocates and the results."""
         # Each argument and its derivative, selected and not; the same for log_prob; weights and conditions.
-        return 4 * len(self.row_weight) * (12 + 4 * len(self.per_token))
+        return 4 * len(self.row_weight) * (12 + 4 * len(self.per_token) + 8 * self.with_entropy)
 
-    def process(self, rows: slice | Tensor, nll: Tensor) -> Tensor | None:
+    def process(self, rows: slice | Tensor, nll: Tensor, entropy: Tensor | None = None) -> Tensor | None:
         """Calls and differentiates the token loss on rows of the call, and writes their results. Returns their weights
         in the gradients (n,), if those are needed.
 
@@ -72,13 +81,14 @@ class TokenHook:
         Args:
             rows: which rows of the call, (n,) int64 if not a slice.
             nll: (n,) their negative log-likelihoods, NaN where the target is not a class.
+            entropy: (n,) if the function takes it.
         """
         if self.log_prob is not None:
             self.log_prob[rows] = log_prob_of(nll, self.row_weight[rows] != 0)
         if self.kernels and isinstance(self.token_loss, Named):
             from core_triton import token_kernels  # Triton is not on every machine that has PyTorch
 
-            return token_kernels.token_loss(
+            weight = token_kernels.token_loss(
                 self.token_loss,
                 rows,
                 nll,
@@ -88,22 +98,48 @@ class TokenHook:
                 gradient_weight=self.gradient_weight,
                 d_per_token=self.d_per_token,
             )
-        row_weight = self.row_weight[rows]
-        contributes = row_weight != 0
-        log_prob = log_prob_of(nll, contributes)
-        kept = factors(log_prob, row_weight)
-        values = [torch.where(contributes, one[rows].float(), 0.0) for one in self.per_token]
-        needs_grad = self.gradient_weight is not None, *(one is not None for one in self.d_per_token)
+            if entropy is not None:
+                self._add_bonus(self.token_loss.entropy_weight, rows, nll, entropy, weight)
+            return weight
+        contributes, kept, log_prob = self._factors(rows, nll)
+        per_token = [one[rows] for one in self.per_token]
+        arguments = per_token if entropy is None else [entropy, *per_token]
+        values = [torch.where(contributes, one.float(), 0.0) for one in arguments]
+        results = self.d_per_token if entropy is None else [self.d_entropy, *self.d_per_token]
+        needs_grad = self.gradient_weight is not None, *(one is not None for one in results)
         loss, (d_log_prob, *d_values) = call_and_differentiate(self.token_loss, [log_prob, *values], needs_grad)
         self.loss[rows] = torch.where(contributes, kept * loss, 0.0)
-        for result, derivative in zip(self.d_per_token, d_values, strict=True):
+        for result, derivative in zip(results, d_values, strict=True):
             if result is not None and derivative is not None:
                 result[rows] = torch.where(contributes, kept * derivative, 0.0)
         if self.gradient_weight is None or d_log_prob is None:
             return None
         weight = torch.where(contributes, kept * -d_log_prob, 0.0)  # of nll = -log_prob
         self.gradient_weight[rows] = weight
+        self._mark_contributes(rows, weight)
         return weight
+
+    def _factors(self, rows: slice | Tensor, nll: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns which rows contribute, what multiplies their token losses, and their log-probabilities, (n,) each."""
+        row_weight = self.row_weight[rows]
+        contributes = row_weight != 0
+        log_prob = log_prob_of(nll, contributes)
+        return contributes, factors(log_prob, row_weight), log_prob
+
+    def _add_bonus(
+        self, entropy_weight: float, rows: slice | Tensor, nll: Tensor, entropy: Tensor, weight: Tensor | None
+    ) -> None:
+        """Subtracts the entropies times a weight from the losses that the kernel of a named loss wrote."""
+        contributes, kept, _ = self._factors(rows, nll)
+        d_entropy = torch.where(contributes, -entropy_weight * kept, 0.0)
+        self.loss[rows] += torch.where(contributes, d_entropy * entropy, 0.0)
+        if self.d_entropy is not None and weight is not None:
+            self.d_entropy[rows] = d_entropy
+            self._mark_contributes(rows, weight)
+
+    def _mark_contributes(self, rows: slice | Tensor, weight: Tensor) -> None:
+        if self.d_entropy is not None and self.contributes is not None:
+            self.contributes[rows] = ((weight != 0) | (self.d_entropy[rows] != 0)).float()
 
 
 def log_prob_of(nll: Tensor, contributes: Tensor) -> Tensor:
@@ -143,13 +179,28 @@ def call(token_loss: TokenLoss, log_prob: Tensor, values: Sequence[Tensor]) -> T
     return loss
 
 
-def check_elementwise(token_loss: TokenLoss, arguments: Sequence[Tensor]) -> None:
+def takes_entropy(token_loss: TokenLoss, with_entropy: bool = False) -> bool:
+    """Returns whether a token loss takes the entropies. Named losses do if they have an entropy weight."""
+    check_flag("with_entropy", with_entropy)
+    if not isinstance(token_loss, Named):
+        return with_entropy
+    if with_entropy and not token_loss.entropy_weight:
+        raise ValueError(
+            f"with_entropy must be False for token_losses.{token_loss.name} without entropy_weight, got True"
+        )
+    return token_loss.entropy_weight != 0
+
+
+def check_elementwise(token_loss: TokenLoss, arguments: Sequence[Tensor], *, with_entropy: bool) -> None:
     """Raises ValueError if the loss of a token, or its derivatives, depend on other tokens: `check_token_loss`."""
     number = torch.arange(len(arguments[0]), device=arguments[0].device)
     half, even = len(number) // 2, number % 2 == 0
     others = [torch.where(even, one, 0.5 * one.flip(0) - 0.25) for one in arguments]
-    names = ["loss", "derivative with respect to log_prob"]
-    names += [f"derivative with respect to per_token[{index}]" for index in range(len(arguments) - 1)]
+    of_tokens = [f"per_token[{index}]" for index in range(len(arguments) - 1 - with_entropy)]
+    names = [
+        "loss",
+        *(f"derivative with respect to {one}" for one in ["log_prob", *["entropy"] * with_entropy, *of_tokens]),
+    ]
     expected = _results(token_loss, arguments)
 
     def of_every_second(*arguments: Tensor) -> Tensor:

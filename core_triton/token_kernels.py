@@ -1,4 +1,4 @@
-"""The losses of `token_losses.py` and their derivatives in one kernel.
+"""The losses of `token_losses.py`, without an entropy bonus, and their derivatives in one kernel.
 
 PyTorch computes and differentiates such a formula in many small kernels, 27 for GRPO, in each chunk of rows
 (benchmarks/experiments.md has the time). A function of the caller's own still takes these.

@@ -3,6 +3,8 @@
     `token_loss`       the sum of the rows: gradients in the forward pass, scaled in the backward pass; 3 matmuls
     `token_loss_rows`  the loss of each row: through `ops.loss` of each row; 4 matmuls, 2 with a frozen head
 
+A loss of the entropies takes 4 matmuls where the kernels are those of 16 bits, and, for each row, 3 with a frozen head.
+
 As in `ops.py`, a call is a `torch.autograd.Function` in eager mode, and an operator of `operators.py` under
 torch.compile. An operator takes named losses only (`token_losses.py`), because its arguments cannot hold a function.
 """
@@ -20,7 +22,7 @@ from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics, TokenStats
 from core_triton.token_hook import TokenHook, TokenLoss
 from core_triton.token_losses import Named
-from linear_ce.statistics import BY_ROW, statistics_for
+from linear_ce.statistics import BY_ROW, D_ENTROPY, ENTROPY, statistics_for
 
 
 class TokenCall(NamedTuple):
@@ -34,6 +36,7 @@ class TokenCall(NamedTuple):
     needs_grad: NeedsGrad
     d_per_token: Sequence[bool]  # which of per_token are differentiated
     stats: Sequence[bool]  # which fields of `TokenStats` are computed
+    with_entropy: bool  # whether token_loss takes the entropies
     grad_into: Tensor | None = None  # (V, D) float32 that d_weight is added to
 
 
@@ -55,12 +58,14 @@ def token_loss(
     per_token: Sequence[Tensor],
     stats: Sequence[bool],
     *,
+    with_entropy: bool,
     grad_into: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
     """Returns the sum () of the weighted token losses: plan A, or plan B if no gradient of the logits is needed; and
     these fields of the statistics, (N,) each."""
     needs_grad, d_per_token = arrays.needs_grad(), which_need_grad(per_token)
-    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, grad_into)
+    of_tokens = function, per_token, needs_grad, d_per_token, stats, with_entropy
+    call = TokenCall(arrays, weights, options, *of_tokens, grad_into)
     if torch.compiler.is_compiling():
         loss, *rest = dispatch(call)
         return loss, _stats_in_place(stats, rest)
@@ -79,21 +84,28 @@ def token_loss_rows(
     per_token: Sequence[Tensor],
     stats: Sequence[bool],
     *,
+    with_entropy: bool,
     grad_into: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Returns the weighted token loss of each row (N,), through the negative log-likelihood of each row, and the
-    statistics (N,) with these names."""
+    """Returns the weighted token loss of each row (N,), through its negative log-likelihood and perhaps its entropy,
+    and the statistics (N,) with these names."""
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
-    options, statistics = options._replace(mean=False), statistics_for(stats) | BY_ROW
+    options, statistics = options._replace(mean=False), _statistics(stats, with_entropy)
     found = ops.loss(arrays, ones, options, statistics=statistics, reduce=False, grad_into=grad_into)
+    log_prob = token_hook.log_prob_of(found.loss, contributes)
+    if found.entropy is not None and with_entropy:
+        per_token, found = [found.entropy, *per_token], found._replace(entropy=found.entropy.detach())
     # Selected before the function, because its derivative may be NaN in other rows, and after it.
     values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
-    log_prob = token_hook.log_prob_of(found.loss, contributes)
     loss = token_hook.call(function, log_prob, values)
     loss = torch.where(contributes, token_hook.factors(log_prob, row_weight) * loss, 0.0)
     return loss, token_stats(stats, log_prob.detach(), row_weight, found)
+
+
+def _statistics(stats: Sequence[bool], with_entropy: bool) -> int:
+    return statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
 
 
 def token_stats(
@@ -146,8 +158,8 @@ class TokenLossAndGradients(torch.autograd.Function):
 
 def run_token_loss(call: TokenCall) -> TokenLossResults:
     """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
-    arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, grad_into = call
-    statistics = statistics_for(stats) | BY_ROW
+    arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, with_entropy, grad_into = call
+    statistics = _statistics(stats, with_entropy)
     row_weight = ops.compute_row_weights(arrays, weights, options)
     hook = TokenHook(
         function,
@@ -156,6 +168,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
         d_logits=any(needs_grad),
         d_per_token=d_per_token,
         log_prob=stats[0],
+        with_entropy=with_entropy,
         kernels=options.implementation != "chunked",
     )
     gradients, scales = NOTHING_COMPUTED, None
@@ -166,7 +179,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
     else:
         ones = (row_weight != 0).float()  # the weighted loss of a row is then its negative log-likelihood
         nll, found = ops.plan_b(arrays, options, ones, statistics=statistics, reduce=False, vectors=hook.bytes)
-        hook.process(slice(None), nll)
+        hook.process(slice(None), nll, found.entropy if with_entropy else None)
         loss = hook.loss.sum()
     made = token_stats(stats, hook.log_prob, row_weight, found)
     return TokenLossResults(loss, made, gradients, scales, tuple(hook.d_per_token))
@@ -174,7 +187,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
 
 def dispatch(call: TokenCall) -> list[Tensor]:
     """Calls the operator. It returns the results that are not None, or above autograd the loss and the statistics."""
-    arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, _ = call
+    arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, *_ = call
     assert isinstance(function, Named), "an operator takes named losses only"
     return torch.ops.linear_ce.token_loss(
         *arrays, *weights, *options, *function, per_token, *needs_grad, d_per_token, stats

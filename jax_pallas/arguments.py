@@ -16,10 +16,12 @@ from linear_ce.spec import (
     ArrayInfo,
     LossSpec,
     check_arrays,
+    check_batch_invariant,
     check_choice,
     check_memory_budget,
     check_normalizer,
 )
+from linear_ce.statistics import BY_ROW
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
 ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight", "grad_into")
@@ -87,6 +89,7 @@ def prepare(
     vocab_axis: int,
     memory_budget: int | None,
     implementation: str | None,
+    batch_invariant: bool,
     saved_budget: int = 0,
     *,
     statistics: int,
@@ -124,6 +127,13 @@ def prepare(
         _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
     elif launch.symbolic_limits(named["input"].shape) is not None:
         implementation = "chunked"
+    check_batch_invariant(
+        batch_invariant,
+        label_smoothing=spec.label_smoothing,
+        saved_budget=saved_budget,
+        implementation=implementation,
+        reason=launch.symbolic_limits(named["input"].shape),
+    )
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
     flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
@@ -139,9 +149,10 @@ def prepare(
         implementation=implementation,
         has_bias=named["linear_bias"] is not None,
         has_class_weight=class_weight is not None,
-        statistics=statistics,
+        statistics=statistics | BY_ROW if batch_invariant else statistics,
         saved_budget=saved_budget,
         has_grad_into=named["grad_into"] is not None,
+        batch_invariant=batch_invariant,
     )
     flat_arrays = options.arrays(
         input=named["input"].reshape(-1, named["input"].shape[-1]),

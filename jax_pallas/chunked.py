@@ -31,7 +31,7 @@ from jax_pallas.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatis
 from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.token_hook import TokenHook, TokenRows
 from linear_ce.chunking import ChunkConfig
-from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, SQUARES
+from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, SQUARES
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
 
@@ -298,10 +298,15 @@ def loss_and_gradients(
     """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
     classes = problem.classes
 
-    def middle(rows: ChunkRows, part: RowStatistics, nothing: None) -> tuple[tuple[Array, RowStatistics], Array, None]:
+    def middle(
+        rows: ChunkRows, part: RowStatistics, nothing: None
+    ) -> tuple[tuple[Array, RowStatistics], Coefficients, None]:
         target, row_weight = rows.target, rows.row_weight
         loss = row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
-        return (loss, part), row_weight, nothing
+        coefficients = row_math.loss_coefficients(
+            problem.spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
+        )
+        return (loss, part), coefficients, nothing
 
     (loss, parts), gradients, _ = _plan_a(tiles, problem, config, needs_grad, scales, middle, None, statistics)
     return loss, parts, gradients
@@ -324,11 +329,13 @@ def token_loss_and_gradients(
 
     def middle(
         rows: ChunkRows, part: RowStatistics, d_closure: tuple[Array | None, ...]
-    ) -> tuple[tuple[TokenRows, RowStatistics | None], Array, tuple[Array | None, ...]]:
+    ) -> tuple[tuple[TokenRows, RowStatistics | None], Coefficients, tuple[Array | None, ...]]:
         assert part.nll is not None
-        found = hook.of_chunk(rows.chunk, 0.0 - part.nll, rows.row_weight)  # -nll could be -0.0
+        entropy = part.entropy if statistics & D_ENTROPY else None
+        found = hook.of_chunk(rows.chunk, 0.0 - part.nll, rows.row_weight, entropy)  # -nll could be -0.0
         d_closure = jax.tree.map(jnp.add, d_closure, found.d_closure)
-        return (found._replace(d_closure=()), part if statistics & ~BY_ROW else None), found.gradient_weight, d_closure
+        of_rows = found._replace(d_closure=(), d_entropy=None), part if statistics & ~BY_ROW else None
+        return of_rows, token_coefficients(problem, found, rows, part), d_closure
 
     (rows, parts), gradients, d_closure = _plan_a(
         tiles, problem, config, needs_grad, scales, middle, hook.zeros_of_closure(), statistics
@@ -342,7 +349,7 @@ def _plan_a(
     config: ChunkConfig,
     needs_grad: NeedsGrad,
     scales: tuple[Array, Array] | None,
-    middle: Callable[["ChunkRows", RowStatistics, Any], tuple[Any, Array, Any]],
+    middle: Callable[["ChunkRows", RowStatistics, Any], tuple[Any, Coefficients, Any]],
     summed: Any,
     statistics: int = 0,
 ) -> tuple[Any, Gradients, Any]:
@@ -350,7 +357,7 @@ def _plan_a(
 
     Args:
         middle: takes a chunk's rows, their statistics and sums over the chunks before. Returns results of the rows,
-            (n,) each, what each row's gradient of the loss is multiplied by, (n,), and the sums.
+            (n,) each, the coefficients of their gradients, and the sums.
         summed: the sums before the first chunk.
 
     Returns:
@@ -365,10 +372,7 @@ def _plan_a(
             problem, chunk, config.first_vocab_chunk, statistics=statistics, keep=config.keeps_logits, tiles=tiles
         )
         part = row_math.finish(partial, target, row_weight, classes)
-        found, upstream, summed = middle(ChunkRows(chunk, target, row_weight), part, summed)
-        coefficients = row_math.loss_coefficients(
-            problem.spec, part.lse, target, upstream, row_weight, problem.class_weight, classes
-        )
+        found, coefficients, summed = middle(ChunkRows(chunk, target, row_weight), part, summed)
         d_rows, sums = chunk_gradients(
             problem,
             chunk,
@@ -389,16 +393,40 @@ def _plan_a(
     return found, Gradients(d_input, *sums.result(problem)), summed
 
 
+def token_coefficients(problem: Problem, found: TokenRows, rows: ChunkRows, part: RowStatistics) -> Coefficients:
+    """Returns the coefficients of rows, given the results of their token losses and their statistics."""
+    coefficients = row_math.loss_coefficients(
+        problem.spec, part.lse, rows.target, found.gradient_weight, rows.row_weight, None, problem.classes
+    )
+    if found.d_entropy is None or part.entropy is None:
+        return coefficients
+    return row_math.with_entropy(coefficients, found.d_entropy, part.entropy)
+
+
 def gradients(
-    tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
+    tiles: Tiles,
+    problem: Problem,
+    config: ChunkConfig,
+    lse: Array,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
+    scales: tuple[Array, Array] | None = None,
 ) -> Gradients:
-    """Plan C's backward pass: the gradients for any upstream gradient, given lse."""
+    """Plan C's backward pass: the gradients for any upstream gradient, given lse, times `scales`."""
 
     def body(carry: tuple[Array | None, HeadSums], chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
         d_input, sums = carry
         part = coefficients.map(chunk.of)
         d_rows, sums = chunk_gradients(
-            problem, chunk, config.vocab_chunk, chunk.of(lse), part, sums, d_input=needs_grad.d_input, tiles=tiles
+            problem,
+            chunk,
+            config.vocab_chunk,
+            chunk.of(lse),
+            part,
+            sums,
+            d_input=needs_grad.d_input,
+            scales=scales,
+            tiles=tiles,
         )
         return (chunk.put_fresh(d_input, d_rows), sums), None
 

@@ -73,7 +73,7 @@ def trace_token_loss(
     Args:
         token_loss: from log_prob and the per-token arrays, (n,) float32 each, to the loss, (n,) float32.
         tokens: N; may be symbolic.
-        per_token: the number of per-token arrays.
+        per_token: the number of per-token arrays. The entropy is one of them.
 
     Raises:
         TypeError, ValueError: token_loss is not callable, does not return an array (n,) float32, or is not elementwise.

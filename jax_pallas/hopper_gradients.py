@@ -74,7 +74,8 @@ class DWeightKernel:
         adds: to an old d_weight; otherwise classes past K get zeros.
         loaded: pieces of each old tile that are loaded and added in registers. TMA adds the other pieces in L2.
         has_first_class: the class of e's first column is in the scalars.
-        float32: d_weight is float32, and not bfloat16.
+        float32: d_weight is float32, and not of 16 bits.
+        has_power: e^T x is multiplied by a number in memory, the power of two of a chunk of float16.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
     """
 
@@ -87,6 +88,7 @@ class DWeightKernel:
     loaded: int
     has_first_class: bool
     float32: bool
+    has_power: bool
     interpret: bool
 
     @property
@@ -137,6 +139,7 @@ class DWeightProgram(NamedTuple):
     steps: Any
     starts: Any  # where the scalars say it: 1 if d_weight is written, 0 if it is added to
     d_weight_ref: Any
+    power_ref: Any  # (1,) float32; None: 1
     ring: Ring  # x (STAGES, 2, STEP, HALF), e (STAGES, STEP, BLOCK_V)
     buffers: tuple[Any, Any]  # two for each warpgroup, (2, 2, ...), as TMA and as registers take them
     old: OldRing | None
@@ -203,6 +206,8 @@ def load_old(own: DWeightProgram, index: Any, piece: int) -> None:
 def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any, piece: int) -> None:
     """Adds a piece of a tile to d_weight, or overwrites it, while tile `index` is multiplied."""
     moved, buffers = own.buffers
+    if own.power_ref is not None:
+        sums = sums * own.power_ref[0]
     loaded = own.old is not None and piece < own.kernel.loaded
     if own.old is not None and loaded:
         slot = own.old_slot(index, piece)
@@ -273,9 +278,7 @@ def multiply(acc: Any, own: DWeightProgram, pauses: list[Any], index: Any, carry
     return in_pieces(acc)
 
 
-def d_weight_kernel(
-    kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any
-) -> None:
+def d_weight_kernel(kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: Any, *rest: Any) -> None:
     """Writes e^T x, or adds it to d_weight.
 
     A tile's sums stay in registers. During the matmul of the next tile they are rounded and stored in pieces
@@ -283,6 +286,7 @@ def d_weight_kernel(
     the other pieces in L2. There the chunk's sums are rounded, and so are the totals. Each element is added to once in
     a launch, by one program, so results repeat bit for bit.
     """
+    power_ref, d_weight_ref, *scratch = rest if kernel.has_power else (None, *rest)
     x_all, e_ring, buffers, full, empty, *of_old = scratch
     ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)
     old = OldRing(*views(of_old[0], interpret=kernel.interpret), *of_old[1:]) if of_old else None
@@ -298,6 +302,7 @@ def d_weight_kernel(
         scalar_ref[2 * PIECES + 1] if kernel.steps is None else kernel.steps,
         scalar_ref[2 * PIECES + 2] if kernel.steps is None else 0,
         d_weight_ref,
+        power_ref,
         ring,
         views(buffers, interpret=kernel.one_view),
         old,
@@ -320,6 +325,7 @@ def add_d_weight(
     old: Array | None = None,
     starts: bool | None = None,
     first_class: Array | None = None,
+    power: Array | None = None,
     interpret: bool = False,
 ) -> Array:
     """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes: (33).
@@ -328,16 +334,16 @@ def add_d_weight(
     of the last tile past the end of a range are also added to, by matmuls with zeros.
 
     Args:
-        e: (n or more, padded(classes)) bfloat16, zeros past the classes, and past n up to the next multiple of 64.
-        x: (N, D) bfloat16, already times rho. Rows past N count as zeros; those from start + n up to the next multiple
-            of 64 are multiplied by zeros, so they must be numbers.
+        e: (n or more, padded(classes)) of 16 bits, zeros past the classes, and past n up to the next multiple of 64.
+        x: (N, D) of e's dtype, already times rho. Rows past N count as zeros; those from start + n up to the next
+            multiple of 64 are multiplied by zeros, so they must be numbers.
         start: () int32.
         vocab: V.
         classes: K, of e.
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         in_l2: share of each tile that is added to `old` in L2: `gpus.share_added_in_l2`.
         rows: n; None: all rows of e, a multiple of 8.
-        old: what is added to, of the result's shape, bfloat16, or float32, which is all added to in L2, and of which
+        old: what is added to, of the result's shape, e's dtype, or float32, which is all added to in L2, and of which
             V is a multiple of 8 unless `vocab_axis` is 1. The result takes its place. Without it classes past K get
             zeros.
         starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
@@ -345,6 +351,7 @@ def add_d_weight(
         first_class: () int32, with `old` and without `starts` only: the class of e's first column; None is 0. Where
             `vocab_axis` is 1 it is a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a
             multiple of 16 bytes.
+        power: () float32, a factor of e^T @ x before it is rounded; None is 1.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     if e.shape[1] != padded(classes):
@@ -354,16 +361,20 @@ def add_d_weight(
     float32 = old is not None and old.dtype == jnp.float32
     loaded = round(PIECES * (1 - in_l2)) if adds and not float32 else 0  # shared memory has no room for its pieces
     kernel = DWeightKernel(
-        static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, float32, interpret
-    )
+        static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, float32,
+        power is not None, interpret,
+    )  # fmt: skip
     offsets = [start] if first_class is None else [start, first_class]
     if starts is not None:
         offsets += [steps, int(starts)]
-    return _run_d_weight(jnp.concatenate([pauses(steps), jnp.array(offsets, jnp.int32)]), e, x, old, kernel=kernel)
+    scalars = jnp.concatenate([pauses(steps), jnp.array(offsets, jnp.int32)])
+    return _run_d_weight(scalars, e, x, None if power is None else power[None], old, kernel=kernel)
 
 
 @partial(jax.jit, static_argnames="kernel")  # equal kernels are lowered once
-def _run_d_weight(scalars: Array, e: Array, x: Array, old: Array | None, *, kernel: DWeightKernel) -> Array:
+def _run_d_weight(
+    scalars: Array, e: Array, x: Array, power: Array | None, old: Array | None, *, kernel: DWeightKernel
+) -> Array:
     """Launches `d_weight_kernel`."""
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=kernel.interpret),
@@ -375,11 +386,12 @@ def _run_d_weight(scalars: Array, e: Array, x: Array, old: Array | None, *, kern
         scratch.append(two_views((OLD_STAGES, 2, *kernel.piece_shape), e.dtype, interpret=kernel.interpret))
         scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=OLD_STAGES) for _ in range(2)]
     body, grid = partial(d_weight_kernel, kernel), (kernel.programs,)
+    operands = (scalars, e, x) if power is None else (scalars, e, x, power)
     if old is None:
         result = jax.ShapeDtypeStruct(in_order(kernel.vocab, kernel.hidden, kernel.vocab_axis), e.dtype)
-        return run_kernel(body, "d_weight", (scalars, e, x), [result], scratch, grid, kernel.interpret)[0]
+        return run_kernel(body, "d_weight", operands, [result], scratch, grid, kernel.interpret)[0]
     ref = jax.new_ref(old)
-    run_kernel(body, "d_weight", (scalars, e, x, ref), [], scratch, grid, kernel.interpret)
+    run_kernel(body, "d_weight", (*operands, ref), [], scratch, grid, kernel.interpret)
     return jax.freeze(ref)
 
 
@@ -579,7 +591,7 @@ def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
         factor = lax.broadcast_in_dim(factor, sums.shape, (1,))
         total += jnp.where(factor == 0, 0.0, factor * term.astype(jnp.float32))
     plgpu.commit_smem()  # all have read it
-    buffer[...] = total.astype(jnp.bfloat16)
+    buffer[...] = total.astype(io.held_ref.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(moved, place)
 
@@ -632,7 +644,7 @@ def d_input_sum_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-@partial(jax.jit, static_argnames=("classes", "vocab_axis", "most", "interpret", "schedule"))
+@partial(jax.jit, static_argnames=("classes", "vocab_axis", "most", "interpret", "schedule", "batch_invariant"))
 def store_d_input(
     e: Array,
     w: Array,
@@ -646,13 +658,14 @@ def store_d_input(
     most: int | None = None,
     interpret: bool = False,
     schedule: SplitKSchedule | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     """Returns `held` with rows start : start + n become rho * (e @ w) + theta * held, in place and rounded once: (32).
 
     Args:
-        e: (n or more, padded(classes)) bfloat16, zeros past the classes.
-        w: (V, D) bfloat16 for vocab_axis 0, (D, V) for 1. Classes past K may hold anything.
-        held: (N, D) bfloat16; rows start : start + n of it hold the targets' rows of w.
+        e: (n or more, padded(classes)) of 16 bits, zeros past the classes.
+        w: (V, D) of e's dtype for vocab_axis 0, (D, V) for 1. Classes past K may hold anything.
+        held: (N, D) of e's dtype; rows start : start + n of it hold the targets' rows of w.
         rho, theta: (n,) float32. Where one is 0 its term is left out, even if the other factor is NaN.
         start: () int32.
         classes: K.
@@ -660,11 +673,13 @@ def store_d_input(
         most: bytes that partial tiles may take: `d_input_scratch`.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         schedule: how programs divide the tiles, if not as `choose_schedule` says.
+        batch_invariant: of `choose_schedule`.
     """
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     n, hidden = len(rho), held.shape[1]
-    schedule = schedule or choose_schedule(n, hidden, classes, most, programs())
+    sizes = n, hidden, classes, most, programs()
+    schedule = schedule or choose_schedule(*sizes, batch_invariant=batch_invariant)
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
     kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, interpret)
     # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.

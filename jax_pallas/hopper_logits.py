@@ -46,10 +46,10 @@ from jax_pallas.hopper_tiles import (
     logits_warpgroup,
     walk_of,
 )
-from jax_pallas.row_kernels import LN_2, LOG2_E, Exponentials
+from jax_pallas.row_kernels import IN_A_NUMBER, LN_2, LOG2_E, Exponentials, shift_of
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
-from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_LOGITS, SQUARES
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, SHIFTS, SQUARES
 
 STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
 
@@ -246,6 +246,13 @@ def exponentials_epilogue(
         found = {name: carried[name] + value for name, value in found.items()}
     if switches.statistics & MAX:
         found |= largest_of(half, piece, half.masked(capped, piece, -jnp.inf), carried, switches.statistics)
+    if switches.statistics & SHIFTS:
+        shift = shift_of(found["sums"])
+        values = values * lax.broadcast_in_dim(jnp.exp2(-shift), values.shape, (0,))
+        packed = shift * 256.0 ** (piece % IN_A_NUMBER)
+        for first, name in ((0, "shifts"), (IN_A_NUMBER, "shifts_high")):
+            own = packed if first <= piece < first + IN_A_NUMBER else jnp.zeros_like(packed)
+            found[name] = own if carried is None else carried[name] + own
     half.put_last(piece, found)
     logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
     store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["ref_exponent"]), logits)
@@ -255,14 +262,15 @@ def exponentials_epilogue(
 
 
 BITS = {"tops": MAX, "columns": ARGMAX, "exp_logs": ENTROPY, "logit_sums": LOGIT_SUM, "squares": SQUARES}
+BITS |= {"shifts": SHIFTS, "shifts_high": SHIFTS}
 
 
-def exponentials_types(tiles: Tiles, *, stores: bool, statistics: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the types of the results of the kernel of `exponentials`, by name."""
+def exponentials_types(tiles: Tiles, dtype: Any, *, stores: bool, statistics: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the types of the results of the kernel of `exponentials`, by name. `dtype` is that of x."""
     names = ["sums", *(name for name, bit in BITS.items() if statistics & bit)]
     types = dict.fromkeys(names, tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
     if stores:
-        types["out"] = jax.ShapeDtypeStruct((cdiv(tiles.rows, 8) * 8, padded(tiles.classes)), jnp.bfloat16)
+        types["out"] = jax.ShapeDtypeStruct((cdiv(tiles.rows, 8) * 8, padded(tiles.classes)), dtype)
     return types
 
 
@@ -315,7 +323,7 @@ def exponentials(
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
-    switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_LOGITS)
+    switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
     values = bias, ref_exponent, target, places
     return to_exponentials(_exponentials(tiles, switches, x, w, *values, (start, 0, 0), None, interpret=interpret))
 
@@ -352,7 +360,7 @@ def exponentials_of_part(
             interpret: of `exponentials`, for the whole head.
     """
     tiles = Tiles(rows, 2 * x.shape[1], classes, vocab_axis, blocks)
-    switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_LOGITS)
+    switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
     offsets = start, part.first_class, 0, part.first_block
     values = bias, ref_exponent, target, places
     return _exponentials(tiles, switches, x, w, *values, offsets, part.into, interpret=interpret)
@@ -360,7 +368,7 @@ def exponentials_of_part(
 
 def nothing_yet(rows: int, classes: int, *, stores: bool, statistics: int) -> dict[str, Array]:
     """Returns memory for the results of `exponentials_of_part`."""
-    types = exponentials_types(Tiles(rows, 0, classes, 0), stores=stores, statistics=statistics)
+    types = exponentials_types(Tiles(rows, 0, classes, 0), jnp.bfloat16, stores=stores, statistics=statistics)
     return {name: lax.empty(made.shape, made.dtype) for name, made in types.items()}
 
 
@@ -379,8 +387,8 @@ def _exponentials(
         offsets,
         by_row,
         operands,
-        exponentials_types(tiles, stores=switches.stores, statistics=switches.statistics),
-        stored=jnp.bfloat16 if switches.stores else None,
+        exponentials_types(tiles, x.dtype, stores=switches.stores, statistics=switches.statistics),
+        stored=x.dtype if switches.stores else None,
         into=into,
         interpret=interpret,
     )

@@ -26,7 +26,9 @@ from jax_pallas.row_kernels import (
     CallRows,
     Exponentials,
     Repaired,
+    leaves_range,
     repaired_ref_exponent,
+    top_exponent_of,
 )
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
@@ -207,10 +209,15 @@ def store_exponentials(
     if io.square_ref is not None:
         store(io.square_ref, *part.by_block, values=lax.square(exponentials).sum(1), mask=part.inside)
     if io.e_ref is not None:
-        if matmul.softcap is not None:
-            exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
-        mask = part.inside[:, None] & (part.place < io.e_ref.shape[1])[None, :]
-        store(io.e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
+        store_e(matmul, part, exponentials, io.e_ref)
+
+
+def store_e(matmul: Matmul, part: LogitsTile, exponentials: Array, e_ref: Any) -> None:
+    """Writes the exponentials of a tile, times the cap's slope: (31)."""
+    if matmul.softcap is not None:
+        exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
+    mask = part.inside[:, None] & (part.place < e_ref.shape[1])[None, :]
+    store(e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
 
 
 def exponentials_kernel(
@@ -230,6 +237,15 @@ def exponentials_kernel(
     if io.logit_sum_ref is not None:
         store(io.logit_sum_ref, *part.by_block, values=part.only_seen(part.logits).sum(1), mask=part.inside)
     store_exponentials(matmul, part, load(ref_exponent_ref, part.row, mask=part.inside), io)
+
+
+def rows_of_sums(rows: int, statistics: int) -> int:
+    """Returns the length of a row of sums (class blocks, rows or more).
+
+    The compiler divides a block of them among threads by the alignment of its rows, and so decides in which order they
+    are added. With BY_ROW it is the same for any number of rows.
+    """
+    return pl.cdiv(rows, ROW_BLOCK) * ROW_BLOCK if statistics & BY_ROW else rows
 
 
 def exponentials(
@@ -255,7 +271,7 @@ def exponentials(
     crowded |= stores and statistics & (ENTROPY | BY_ROW) == ENTROPY  # rows that are saved
     tile = triton_tile(w.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
-    by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
+    by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(rows, statistics)), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
     of_target = jax.ShapeDtypeStruct((1, rows), jnp.float32)
     bits = MAX, ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
@@ -274,11 +290,12 @@ class Repair(NamedTuple):
 
     matmul: Matmul
     programs: int
+    top_exponent: int
 
 
 def repair_kernel(
     repair: Repair, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, target_ref: Any, flag_ref: Any,
-    *rest: Any,
+    total_ref: Any, *rest: Any,
 ) -> None:  # fmt: skip
     """Recomputes the flagged row blocks of a chunk with reference exponents from their largest logits: (30).
 
@@ -286,6 +303,9 @@ def repair_kernel(
     step raises top (P,), initially -inf, to the largest logits. The REDOES step recomputes the logits and writes what
     `exponentials_kernel` writes. Both launches are one kernel, which is compiled once. Programs take turns at the
     tiles. Most chunks have no flag, and then there is nothing to do.
+
+    If the rows' sums total (rows,) are there, rows whose sum does not leave the range keep their e. So it does not
+    depend on the other rows of the block.
     """
     matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-7:]
     first_row, first_flag, launch_step = scalars_ref[1], scalars_ref[2], scalars_ref[3]
@@ -302,11 +322,23 @@ def repair_kernel(
 
         @pl.when(launch_step == REDOES)
         def _redo() -> None:
-            ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside))
+            ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside), repair.top_exponent)
             sum_ref, target_exp_ref, target_logit_ref, exp_log_ref, square_ref = results
             of_targets = target_exp_ref, target_logit_ref
-            io = ExponentialsIO(target_ref, e_ref, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
+            all_rows = e_ref if total_ref is None else None
+            io = ExponentialsIO(target_ref, all_rows, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
             store_exponentials(matmul, part, ref_exponent, io, first_row)
+
+        if total_ref is None or e_ref is None:
+            return
+
+        # A branch of its own, or registers would spill.
+        @pl.when(launch_step > FINDS)
+        def _redo_rows() -> None:
+            lost = part.inside & leaves_range(load(total_ref, part.row, mask=part.inside))
+            reference = repaired_ref_exponent(load(top_ref, at, mask=lost), repair.top_exponent) * LN_2
+            exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
+            store_e(matmul, part._replace(inside=lost), exponentials, e_ref)
 
     def step(index: Any, _: None) -> None:
         number = program + index * repair.programs
@@ -319,21 +351,23 @@ def repair_kernel(
 
 
 def repair(
-    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None, statistics: int
-) -> tuple[CallRows, Array | None, Repaired]:
-    """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`."""
+    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None, total: Array | None,
+    statistics: int,
+) -> tuple[CallRows, Array | None, Repaired]:  # fmt: skip
+    """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`. With the
+    rows' sums `total` (rows,) it repairs by row."""
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     matmul = Matmul(size, problem.classes, *options, ranged=False)
-    static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
+    static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS), top_exponent_of(problem))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
-    by_block = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32)
+    by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(size, statistics)), jnp.float32)
     others = (by_block if statistics & bit else None for bit in (ENTROPY, SQUARES))  # those of the exponentials
     made = by_block, of_target, of_target, *others
     for step in (FINDS, REDOES):
         scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step)])
-        operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, rows.top, e
+        operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, total, rows.top, e
         results, in_place = (rows.top, e, *made), 1 + (e is not None)
         top, e, *repaired = run(
             repair_kernel,

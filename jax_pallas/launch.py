@@ -45,8 +45,8 @@ def hopper_limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str
 
 def hopper_gradient_limits(dtype: Any, hidden: int, vocab: int) -> str | None:
     """Returns why these kernels cannot run a call that those of the logits can run, a sentence, or None."""
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"the Hopper kernels of gradients multiply bfloat16, not {jnp.dtype(dtype).name}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"the Hopper kernels of gradients multiply bfloat16 or float16, not {jnp.dtype(dtype).name}"
     if not 0 < hidden < 2**25 or not 0 < vocab < 2**25:  # d_input multiplies steps by programs and tiles, in int32
         return f"the Hopper kernels of gradients need sizes from 1 to 2**25 - 1, got {hidden} hidden, {vocab} classes"
     if hidden % 64:

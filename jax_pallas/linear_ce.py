@@ -9,6 +9,8 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     log-probabilities    `log_probs`            plan C
     token loss           `token_loss_and_gradients`, or `token_losses` for "none": the plans of the first two lines
 
+A token loss of the entropies takes 4 matmuls in the kernels, and 3 with a frozen head and reduction "none".
+
 The files of a call, in order: this one, `arguments.py`, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py`
 with `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`,
 `kernels.py`, `row_kernels.py` or `target_grad.py`.
@@ -31,6 +33,7 @@ from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
 from jax_pallas.row_math import TokenStats
+from jax_pallas.token_hook import takes_entropy
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
@@ -38,11 +41,14 @@ from linear_ce.spec import (
     LossSpec,
     Reduction,
     check_arrays,
+    check_batch_invariant,
+    check_flag,
     check_memory_budget,
     check_saved_budget,
 )
 from linear_ce.statistics import (
     BY_ROW,
+    D_ENTROPY,
     ENTROPY,
     LSE,
     MAX,
@@ -110,6 +116,7 @@ def linear_cross_entropy(
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -171,9 +178,17 @@ def linear_cross_entropy(
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
-            "none", log-probabilities, and sizes for which the kernels store no exponentials: `explain` names the
-            matmuls). A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is float32 in both
-            cases.
+            "none", log-probabilities, token losses of the entropy, and sizes for which the kernels store no
+            exponentials: `explain` names the matmuls). A weight is off by at most 2**-17 of its value, in place of
+            2**-9. d_weight is float32 in both cases.
+        batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
+            bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
+            range, nor on memory_budget. The order of sums is then fixed, which takes longer where d_input has few tiles
+            (`explain` tells). With "mean" it holds for the same denominator: pass a normalizer. d_weight is a sum over
+            tokens. It needs the kernels, a bfloat16 input and linear_weight, label_smoothing 0 and saved_budget 0; for
+            the gradient of input "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and "pallas_triton" V
+            a multiple of 64 without padding. Results of another GPU, of another version or of another engine's head may
+            differ in their last bits.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
@@ -208,7 +223,8 @@ def linear_cross_entropy(
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=0)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=0)
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
@@ -235,6 +251,7 @@ def linear_cross_entropy_with_stats(
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -259,7 +276,8 @@ def linear_cross_entropy_with_stats(
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=MAX | LSE)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=MAX | LSE)
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
@@ -290,6 +308,7 @@ def linear_log_probs(
     saved_budget: int = 0,
     implementation: str | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -299,6 +318,8 @@ def linear_log_probs(
     Args:
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+        batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
+            gradient of entropy or lse is then an error.
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
@@ -321,7 +342,8 @@ def linear_log_probs(
     arrays = (input, linear_weight, target, linear_bias, None, None, None, None)
     saved_budget = check_saved_budget(saved_budget, "none", grad_into=False, head_precision=head_precision)
     statistics = LSE | ENTROPY | BY_ROW
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=statistics)
+    how = memory_budget, implementation, batch_invariant, saved_budget
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
     log_probs = (saved_ops if saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -333,6 +355,7 @@ def linear_token_loss(
     target: Array,
     token_loss: Callable[..., Array],
     *per_token: Array,
+    with_entropy: bool = False,
     linear_bias: Array | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -346,17 +369,22 @@ def linear_token_loss(
     vocab_axis: int = 0,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
-    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots)
+    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots) \quad \text{or} \quad
+        \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, H_i, u_{i1}, u_{i2}, \ldots)
 
-    Here f is token_loss, u are per_token, t is token_weight and d is the denominator of `linear_cross_entropy`.
-    `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
+    Here f is token_loss, u are per_token, t is token_weight, H is the entropy and d is the denominator of
+    `linear_cross_entropy`. `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative
+    log-likelihood, each with an entropy bonus if it gets an entropy_weight.
 
     The gradients of a scalar reduction are computed in the forward pass: token_loss is called with some of the tokens
     at a time, and differentiated there. With reduction "none" the gradients take four matmuls: two if the head is
-    frozen.
+    frozen. A loss that takes the entropy takes four matmuls in the kernels, because they store too few bits for its
+    gradient; with reduction "none" it takes four, or three if the head is frozen. `explain(..., with_entropy=True)`
+    prints them.
 
     Args:
         token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss that takes and returns
@@ -367,6 +395,9 @@ def linear_token_loss(
             1e-4 to 1e4, because the gradients are stored before the upstream gradient is known.
         per_token: (...) each, target's shape, any floating-point dtype. token_loss receives them as float32, without
             the values in rows that do not contribute. Their gradients have their dtypes.
+        with_entropy: whether token_loss is a function (log_prob, entropy, *per_token) -> loss of the entropy of the
+            distribution of each token too. It is differentiated with respect to both. Leave it False for a loss of
+            `token_losses`, which takes the entropy if it has an entropy_weight.
         token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
             Rows of weight 0 do not contribute: their input and per_token may hold any values.
         reduction: "mean", "sum" or "none".
@@ -399,8 +430,8 @@ def linear_token_loss(
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, vocab_axis, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, NO_STATS)[0]
+    options += head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
 def linear_token_loss_with_stats(
@@ -410,6 +441,7 @@ def linear_token_loss_with_stats(
     token_loss: Callable[..., Array],
     *per_token: Array,
     stats: Sequence[str] = TOKEN_STATS,
+    with_entropy: bool = False,
     linear_bias: Array | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -423,6 +455,7 @@ def linear_token_loss_with_stats(
     vocab_axis: int = 0,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Array, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -453,8 +486,9 @@ def linear_token_loss_with_stats(
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, vocab_axis, grad_into
-    return _token_loss(input, linear_weight, target, token_loss, per_token, options, check_stats(stats))
+    options += head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant
+    wanted = check_stats(stats)
+    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
 
 def _token_loss(
@@ -463,16 +497,21 @@ def _token_loss(
     target: Array,
     token_loss: Callable[..., Array],
     per_token: tuple[Array, ...],
+    with_entropy: bool,
     options: tuple[Any, ...],
     stats: tuple[bool, ...],
 ) -> tuple[Any, TokenStats]:
     reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, memory_budget, implementation, vocab_axis, grad_into = rest
+    head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant = rest
     spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
-    call = prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics_for(stats) | BY_ROW)
+    with_entropy = takes_entropy(token_loss, with_entropy)
+    statistics = statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
+    how = memory_budget, implementation, batch_invariant
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
     flat = check_per_token(token_loss, per_token, call.leading, "target's")
-    function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
+    arguments = with_entropy + len(per_token)
+    function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
     scalar = spec.reduction != "none"
     if call.tokens == 0:
         loss = _with_total(jnp.zeros(() if scalar else call.leading, jnp.float32), call.grad_into)
@@ -481,7 +520,7 @@ def _token_loss(
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
         )
         return loss, TokenStats(*empty)
-    token = ops.TokenOptions(call.options, function, len(flat), stats)
+    token = ops.TokenOptions(call.options, function, len(flat), stats, with_entropy)
     operands = (*call.arrays, *flat, *values_of_closure())
     loss, *found = (ops.token_loss_and_gradients if scalar else ops.token_losses)(token, *operands)
     rest = iter(found)
@@ -520,7 +559,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         )
 
 
-def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> None:
+def check_token_loss(token_loss: Callable[..., Array], *per_token: Array, with_entropy: bool = False) -> None:
     """Raises if a token loss is not elementwise. `linear_token_loss` makes the same check at each trace.
 
     The function is traced and not run, so no value is read.
@@ -528,6 +567,7 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> Non
     Args:
         token_loss: as in `linear_token_loss`.
         per_token: (...) each, arrays of the shape of its arguments.
+        with_entropy: as in `linear_token_loss`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_token_loss`.
@@ -539,7 +579,8 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> Non
     """
     leading = np.shape(per_token[0]) if per_token else (2,)
     flat = check_per_token(token_loss, per_token, leading, "per_token[0]'s")
-    elementwise.trace_token_loss(token_loss, math.prod(leading), len(flat))
+    arguments = takes_entropy(token_loss, with_entropy) + len(flat)
+    elementwise.trace_token_loss(token_loss, math.prod(leading), arguments)
 
 
 def explain(
@@ -557,6 +598,8 @@ def explain(
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
+    with_entropy: bool = False,
+    batch_invariant: bool = False,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -570,7 +613,9 @@ def explain(
         vocab_axis: as given to the call.
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
-            head_precision: as given to the call. For log-probabilities, pass reduction "none".
+            head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
+        with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
+            of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
 
@@ -614,17 +659,29 @@ def explain(
     classes = spec.classes(linear_weight.shape[vocab_axis])
     shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "grad_into": grad_into}
     problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
-    stage: Stage = "losses"
+    stage: Stage = "statistics" if batch_invariant else "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
+        if with_entropy and reduction != "none":
+            stage = "entropy_loss_and_gradients"
     budget = check_memory_budget(memory_budget)
     needs_grad = NeedsGrad(gradients, gradients, False)
     into = grad_into is not None
-    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
+    check_flag("with_entropy", with_entropy)
+    given = {"grad_into": into, "head_precision": head_precision, "with_entropy": with_entropy}
+    saved_budget = check_saved_budget(saved_budget, reduction, **given)
+    check_batch_invariant(
+        batch_invariant,
+        label_smoothing=label_smoothing,
+        saved_budget=saved_budget,
+        implementation=chosen.name,
+        reason=chosen.reason,
+    )
     if saved_budget and gradients:
         plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
         return Explanation(*chosen, plan)
-    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info)
+    asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
+    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info, **asked)
     return Explanation(*chosen, plan)
 
 

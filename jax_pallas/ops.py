@@ -34,6 +34,7 @@ from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.problem import NO_GRADIENTS, NOTHING_COMPUTED, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from jax_pallas.row_math import Coefficients
+from jax_pallas.slicing import Slice
 from jax_pallas.token_hook import (
     TokenFunction,
     TokenHook,
@@ -43,7 +44,7 @@ from jax_pallas.token_hook import (
     row_token_losses,
 )
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, MAX, SQUARES, planes
+from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, MAX, SQUARES, planes
 
 # The checkpoint_name of what a forward rule saves. A policy that saves it avoids running the forward pass again.
 RESIDUAL = "linear_ce_residual"
@@ -71,6 +72,7 @@ class Options:
     statistics: int  # of `linear_ce.statistics`; without the largest logits these may be inf
     saved_budget: int = 0  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
     has_grad_into: bool = False
+    batch_invariant: bool = False
 
     @property
     def count(self) -> int:
@@ -134,6 +136,11 @@ class TokenOptions:
     function: TokenFunction
     per_token: int  # the number of per-token arrays
     stats: tuple[bool, ...]  # which fields of `TokenStats` are computed
+    with_entropy: bool  # whether the function takes the entropies
+
+    def values(self, per_token: Sequence[Any], entropy: Array | None) -> tuple[Any, ...]:
+        """Returns the arguments of the function besides the log-probabilities and the closure."""
+        return (entropy, *per_token) if self.with_entropy else tuple(per_token)
 
     def split(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """Returns the arrays of `options`, the per-token arrays and those of the closure."""
@@ -208,15 +215,20 @@ def _row_statistics_of(results: Sequence[Any], statistics: int) -> row_math.RowS
 
 def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    if not (needs_grad.d_weight or needs_grad.d_bias):  # then a row's d_input is its d_loss times what 1 gives
+    d_entropy = options.statistics & D_ENTROPY != 0
+    # Then a row's d_input is its d_loss times what 1 gives.
+    if not (needs_grad.d_weight or needs_grad.d_bias or d_entropy):
         losses, statistics, gradients, scales = _plan_a((options, needs_grad), *arrays)
         return (losses, *statistics), (
             None,
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
-    _problem("row_gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
-    loss, lse, *others = _row_losses(options, *arrays)
-    return (loss, lse, *others), ((arrays, _named(lse), needs_grad), None)
+    # Refuses what the backward pass could not do.
+    _problem("row_gradients", options, arrays, needs_grad, entropy=d_entropy)
+    loss, *found = _row_losses(options, *arrays)
+    of_rows = _row_statistics_of(found, options.statistics)
+    entropy = _named(of_rows.entropy) if d_entropy and of_rows.entropy is not None else None
+    return (loss, *found), ((arrays, _named(of_rows.lse), entropy, needs_grad), None)
 
 
 def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
@@ -230,10 +242,14 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
         # A row of NaN whose upstream gradient is 0 has a zero gradient, as where it is computed here.
         d_input = jnp.where(d_row == 0, 0.0, scaled.d_input).astype(scaled.d_input.dtype)
         return options.cotangents(scaled._replace(d_input=d_input))
-    arrays, lse, needs_grad = recomputed
+    arrays, lse, entropy, needs_grad = recomputed
     row_weight = options.named(arrays)["row_weight"]
     upstream = jnp.where(row_weight != 0, d_loss * row_weight, 0.0)
-    return options.cotangents(_row_gradients((options, needs_grad), arrays, lse, upstream))
+    d_entropy = _row_statistics_of(cotangents[1:], options.statistics).entropy
+    if entropy is None or d_entropy is None or isinstance(d_entropy, SymbolicZero):
+        return options.cotangents(_row_gradients((options, needs_grad), arrays, lse, upstream))
+    of_rows = -upstream, d_entropy, jnp.zeros_like(lse)  # the loss is -log_prob
+    return options.cotangents(_log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows))
 
 
 _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
@@ -248,7 +264,11 @@ def _log_probs(options: Options, *arrays: Array) -> Arrays:
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    _problem("gradients", options, arrays, needs_grad, entropy=True)  # refuses what the backward pass could not do
+    # Refuses what the backward pass could not do. With batch_invariant it differentiates log_prob only.
+    if options.batch_invariant:
+        _problem("row_gradients", options, arrays, needs_grad)
+    else:
+        _problem("gradients", options, arrays, needs_grad, entropy=True)
     log_prob, entropy, lse = _log_probs(options, *arrays)
     return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), needs_grad)
 
@@ -260,7 +280,15 @@ def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
         row_weight = options.named(arrays)["row_weight"]
         upstream = jnp.where(row_weight != 0, -_dense(d_log_prob), 0.0)  # of the negative log-likelihood
         return options.cotangents(_row_gradients((options, needs_grad), arrays, lse, upstream))
-    cotangents = tuple(map(_dense, cotangents))
+    of_rows = tuple(map(_dense, cotangents))
+    return options.cotangents(_log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows))
+
+
+def _log_prob_gradients(
+    static: tuple[Options, NeedsGrad], arrays: Arrays, entropy: Array, lse: Array, cotangents: Arrays
+) -> Gradients:
+    """Plan C's backward pass for the cotangents of log_prob, entropy and lse, (N,) each."""
+    options, needs_grad = static
     used = jnp.stack([one != 0 for one in cotangents]).any(0)
     row_weight = jnp.where(used, options.named(arrays)["row_weight"], 0.0)
     arrays = options.arrays(**options.named(arrays) | {"row_weight": row_weight})
@@ -268,7 +296,7 @@ def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     coefficients = row_math.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
     )
-    return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
+    return _gradients((options, needs_grad), arrays, lse, coefficients)
 
 
 _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
@@ -283,7 +311,8 @@ def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
         return rows.loss.sum(), *stats, *_totals(gradients)
     nll, found = _losses(token.options, *_unweighted(token.options, of_call))
     row_weight = token.options.named(of_call)["row_weight"]
-    loss = _token_values(token.function, 0.0 - nll, row_weight, per_token, closure).sum()
+    values = token.values(per_token, found.entropy)
+    loss = _token_values(token.function, 0.0 - nll, row_weight, values, closure).sum()
     return loss, *_stats(token, 0.0 - nll, row_weight, found)
 
 
@@ -309,8 +338,11 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         of_call, per_token, closure = token.split(arrays)
         nll, found = _losses(options, *_unweighted(options, of_call))
         row_weight = options.named(of_call)["row_weight"]
-        static = (token.function, token_needs_grad)
-        rows = _token_derivatives(static, 0.0 - nll, row_weight, per_token, closure)
+        needs = token_needs_grad.per_token
+        static = (token.function, token_needs_grad._replace(per_token=(False,) * token.with_entropy + needs))
+        values = token.values(per_token, found.entropy)
+        rows = _token_derivatives(static, 0.0 - nll, row_weight, values, closure)
+        rows = rows._replace(d_per_token=rows.d_per_token[token.with_entropy :])
         stats = _stats(token, 0.0 - nll, row_weight, found)
         gradients, scales = NOTHING_COMPUTED, None
     of_tokens = (*rows.d_per_token, *rows.d_closure)
@@ -383,9 +415,10 @@ def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
     the fields of `TokenStats` that the call asked for."""
     of_call, per_token, closure = token.split(arrays)
     nll, *rest = row_losses(token.options, *_unweighted(token.options, of_call))
-    row_weight = token.options.named(of_call)["row_weight"]
-    loss = token_rows(token, 0.0 - nll, row_weight, *per_token, *closure)[0]
-    found = _row_statistics_of(rest, token.options.statistics)
+    row_weight, found = token.options.named(of_call)["row_weight"], _row_statistics_of(rest, token.options.statistics)
+    values = token.values(per_token, found.entropy)
+    of_rows = replace(token, per_token=len(values))
+    loss = token_rows(of_rows, 0.0 - nll, row_weight, *values, *closure)[0]
     return loss, *_stats(token, jax.lax.stop_gradient(0.0 - nll), row_weight, found)
 
 
@@ -407,7 +440,11 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
 
 @opaque("linear_ce_losses")
 def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, row_math.RowStatistics]:
-    """Plan B."""
+    return _plan_b(options, arrays, platform)
+
+
+def _plan_b(options: Options, arrays: Arrays, platform: str | None) -> tuple[Array, row_math.RowStatistics]:
+    """Returns the (N,) losses and the statistics of the rows."""
     stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
     problem = _problem(stage, options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
     plan = plan_of(problem)
@@ -432,7 +469,7 @@ def _plan_a(
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
-        losses, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics)
+        losses, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics, scales=scales)
     else:
         losses, found, gradients = chunked.loss_and_gradients(
             _tiles(plan), problem, plan.chunk_config, needs_grad, scales, statistics
@@ -445,17 +482,32 @@ def _token_plan_a(
     static: tuple[TokenOptions, NeedsGrad, TokenNeedsGrad], *arrays: Array, platform: str | None = None
 ) -> tuple[TokenRows, Arrays, Gradients, Any]:
     """Returns the results of all rows, their statistics, the gradients of the sum of their losses, and the powers of
-    two that these carry."""
+    two that these carry.
+
+    A loss of the entropies is called, where kernels store exponentials of 16 bits or nothing between the passes,
+    between plan B and the backward pass of plan C.
+    """
     token, needs_grad, token_needs_grad = static
     of_call, per_token, closure = token.split(arrays)
     statistics = token.options.statistics
-    problem = _problem("loss_and_gradients", token.options, of_call, needs_grad, platform, statistics=statistics)
+    stage: Stage = "entropy_loss_and_gradients" if token.with_entropy else "loss_and_gradients"
+    problem = _problem(stage, token.options, of_call, needs_grad, platform, statistics=statistics)
     plan, token_loss = plan_of(problem), TokenHook(token.function, token_needs_grad, per_token, closure)
     scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
-    if plan.path == "scaled_exp":
+    if token.with_entropy and plan.path == "recompute":
+        nll, found = _plan_b(token.options, _unweighted(token.options, of_call), platform)
+        log_prob = 0.0 - nll
+        every = chunked.ChunkRows(Slice(0, problem.tokens, None), problem.target, problem.row_weight)
+        rows = token_loss.of_chunk(every.chunk, log_prob, problem.row_weight, found.entropy)
+        coefficients = chunked.token_coefficients(problem, rows, every, found)
+        gradients = chunked.gradients(
+            _tiles(plan), problem, plan.chunk_config, found.lse, coefficients, needs_grad, scales
+        )
+        rows = rows._replace(d_entropy=None)
+    elif plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import token_loss_and_gradients
 
-        rows, log_prob, found, gradients = token_loss_and_gradients(problem, needs_grad, token_loss, statistics)
+        rows, log_prob, found, gradients = token_loss_and_gradients(problem, needs_grad, token_loss, statistics, scales)
     else:
         rows, found, gradients = chunked.token_loss_and_gradients(
             _tiles(plan), problem, plan.chunk_config, needs_grad, scales, token_loss, statistics
@@ -507,7 +559,7 @@ def _row_gradients(
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
-        return scaled_exp(problem, needs_grad, statistics=0)[2]
+        return scaled_exp(problem, needs_grad, statistics=BY_ROW if options.batch_invariant else 0)[2]
     coefficients = row_math.loss_coefficients(
         options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
     )
@@ -555,6 +607,8 @@ def _problem(
         launch.device_info(implementation, launch.traced_platform() if platform is None else platform),
         statistics=statistics,
         entropy=entropy,
+        # Where no implementation is named, it is known only when the call is lowered.
+        batch_invariant=options.batch_invariant and (options.implementation, platform) != (None, None),
     )
     return replace(problem, plan=plan)
 
@@ -569,6 +623,7 @@ def plan_for(
     *,
     statistics: int = 0,
     entropy: bool = False,
+    batch_invariant: bool = False,
 ) -> ExecutionPlan:
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays."""
     key = PlanKey(
@@ -589,6 +644,7 @@ def plan_for(
         device=device,
         grad_into=problem.grad_into is not None,
         splits_head=problem.spec.splits_head,
+        batch_invariant=batch_invariant,
     )
     return make_plan(key)
 

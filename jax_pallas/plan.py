@@ -13,13 +13,21 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, BudgetTooSmallError, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
+Stage = Literal[
+    "loss_and_gradients",
+    "entropy_loss_and_gradients",  # of a token loss that takes the entropies
+    "losses",
+    "statistics",
+    "saved_rows",
+    "row_gradients",
+    "gradients",
+]
 
 
 class MatrixLayout(NamedTuple):
@@ -50,6 +58,7 @@ class PlanKey(NamedTuple):
     device: DeviceInfo
     grad_into: bool = False  # d_weight is added to a float32 array of the caller
     splits_head: bool = False  # into two matrices of the input's dtype
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class ExecutionPlan:
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
-            rows, the logits of the forward pass, which has a plan of its own, come first.
+            rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time. A copy of a split
             head has both parts side by side.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
@@ -75,8 +84,11 @@ class ExecutionPlan:
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
+        fits_float16: whether scaled exponentials of float16 are fitted to its range (`float16.py`). Where no gradient
+            follows, now or from a token loss, they are sums in float32 only and need not be.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
+        batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
     """
 
     implementation: str
@@ -93,8 +105,10 @@ class ExecutionPlan:
     d_weight_kernel: bool
     gpu: str
     d_weight_starts: bool = False
+    fits_float16: bool = False
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
+    batch_invariant: bool = False
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -127,6 +141,7 @@ class ExecutionPlan:
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
             others=None if others is None else (others.path, others.chunks.rows, others.tokens),
+            fixed_rows=tile_config.FIXED_ROWS if self.batch_invariant else None,
         )
 
 
@@ -155,10 +170,57 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
 
     Raises:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
-            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved. Or the call must be
+            batch-invariant and is not.
     """
-    if key.stage == "row_gradients":
-        plan = _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
+    plan = _any_plan(key)
+    why = why_variant(key, plan) if key.batch_invariant else None
+    if why is not None:
+        raise ValueError(f"batch_invariant=True {why}")
+    return replace(plan, batch_invariant=key.batch_invariant)
+
+
+def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
+    """Returns why the results of a row depend on the other rows of a call, the rest of a sentence, or None.
+
+    XLA chooses a GEMM, and with it the order of a sum, by the number of rows. So none of its matmuls may compute logits
+    or d_input. `recompute` sums over class blocks in XLA, and over vocabulary chunks that depend on the number of rows.
+    """
+    x, w = key.input, key.linear_weight
+    (hidden, vocab), mosaic = (x.shape[1], w.shape[key.vocab_axis]), key.implementation == "mosaic"
+    if plan.path == "chunked":
+        return "needs the kernels, got implementation 'chunked'"
+    if key.stage == "gradients":
+        return "has no gradients of entropy and lse: their matmuls are XLA's. Differentiate log_prob only"
+    if x.dtype != "bfloat16":
+        return f"needs a bfloat16 input, got {x.dtype}"
+    if w.dtype != x.dtype:
+        return f"needs a {x.dtype} linear_weight, got {w.dtype}"
+    if key.d_input and not mosaic:
+        return f"needs implementation 'mosaic' for the gradient of input, got {key.implementation!r}"
+    if plan.path == "scaled_exp":
+        return None
+    limits = launch.hopper_gradient_limits(x.dtype, hidden, vocab) if mosaic else None
+    if limits is not None:
+        return f"cannot run here, because {limits}"
+    if key.grad_into:
+        return f"needs grad_into None here, with {vocab} rows of linear_weight in {key.implementation!r}"
+    return f"needs {key.implementation!r} classes in multiples of 64, got {key.classes} in {vocab} rows"
+
+
+def _any_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call, whether or not it must be batch-invariant and is."""
+    if key.stage == "entropy_loss_and_gradients" and key.implementation == "chunked":
+        return make_plan(key._replace(stage="loss_and_gradients"))
+    if key.stage in ("row_gradients", "entropy_loss_and_gradients"):
+        # The exponentials in 16 bits have too few bits for the logarithms in the gradient of an entropy.
+        plan = None if key.entropy else _plan_a_again(key)
+        if plan is None:
+            keys = [key._replace(stage="gradients")]
+            if key.stage == "entropy_loss_and_gradients":  # the losses are part of the call
+                no_gradient = {"d_input": False, "d_weight": False, "d_bias": False, "grad_into": False}
+                keys.append(key._replace(stage="statistics", **no_gradient))
+            plan = _first_plan(keys)
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
@@ -198,12 +260,14 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         stores = multiplies or (not hopper and takes_head and vocab == key.classes == tile_config.padded(vocab))
     # The Hopper kernel reads the rows of x for each half of the head, in steps.
     takes_head &= not (hopper and key.splits_head) or hidden % tile_config.STEP == 0
+    fits_float16 = x.dtype == "float16" and multiplies and not key.label_smoothing and key.stage != "losses"
+    multiplies &= x.dtype == "bfloat16" or fits_float16
     scaled_exp = (
         takes_head
         and (not key.label_smoothing or smoothing_is_linear(key))
         # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
         and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "saved_rows", "statistics") and stores))
-        and (key.stage == "losses" or x.dtype == "bfloat16")
+        and (key.stage == "losses" or x.dtype == "bfloat16" or fits_float16)
     )
     if key.stage == "saved_rows":
         unsaved = why_unsaved(key.implementation, x, w, key.vocab_axis, key.classes, key.label_smoothing)
@@ -219,6 +283,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         def scratch(rows: int, most: int) -> int:
             if not key.d_input:
                 return 0
+            if key.batch_invariant:
+                return 0  # no partial tiles
             if multiplies and not key.splits_head:
                 return tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
             return 4 * rows * hidden  # of XLA's GEMM
@@ -251,13 +317,16 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=1 if key.stage == "saved_rows" else key.statistics,
+            statistics=1 if key.stage == "saved_rows" else key.statistics + 2 * (fits_float16 and needs_grad),
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
             splits_head=key.splits_head,
             programs=key.device.multiprocessors or 1,
             second_d_weight=0 if multiplies or not key.d_weight else w.itemsize * hidden * vocab,
+            # Numbers of the rows, and the sample of the head with its bias.
+            copied=fits_float16 * (40 * tokens + tile_config.CLASS_BLOCK * (2 * x.itemsize * hidden + 8)),
+            batch_invariant=key.batch_invariant,
             call=call,
             budget=key.memory_budget,
         )
@@ -273,9 +342,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, copies,
             vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=multiplies and not key.splits_head,
-            d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
+            d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts, fits_float16=fits_float16,
         )  # fmt: skip
-    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into
+    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into and not fits_float16
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,
@@ -322,9 +391,25 @@ def why_unsaved(
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"
 
 
+def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
+    """Returns the plan of the first part of a call, given all its parts. Raises the error that names the largest memory
+    budget."""
+    plans, refusals = list[ExecutionPlan](), list[BudgetTooSmallError]()
+    for key in keys:
+        try:
+            plans.append(make_plan(key))
+        except BudgetTooSmallError as refusal:
+            refusals.append(refusal)
+    if refusals:
+        raise max(refusals, key=lambda refusal: refusal.least)
+    return plans[0]
+
+
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
     """Returns plan A with scaled exponentials for the gradients of losses of rows. None if it cannot run, or if its
-    chunks have so few rows that recomputing the logits is faster."""
+    chunks have so few rows that recomputing the logits is faster. With batch_invariant it must run."""
+    if key.batch_invariant:
+        return make_plan(key._replace(stage="loss_and_gradients"))
     try:
         plan = make_plan(key._replace(stage="loss_and_gradients"))
     except ValueError:  # recomputing takes less memory

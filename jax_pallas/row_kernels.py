@@ -52,7 +52,7 @@ class Exponentials(NamedTuple):
     """The results of a chunk's logits, from the kernels of either family.
 
     Args:
-        e: (rows or more, padded) bfloat16, times the cap's slope, 0 past the last class; None if not stored.
+        e: (rows or more, padded) of 16 bits, times the cap's slope, 0 past the last class; None if not stored.
         sums: of the exponentials before they are rounded, (class blocks, rows or more) float32.
         tops: the rows' largest logits, (class blocks, rows or more) float32; None if not computed.
         target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, undefined where
@@ -61,6 +61,7 @@ class Exponentials(NamedTuple):
         columns, exp_logs, logit_sums, squares: the column of the largest logit in its class block, the lowest of
             equals, and the sums of exponentials times their logarithms, of logits and of squared exponentials, as
             `tops`.
+        shifts, shifts_high: of the first and the last three pieces of a class block, as `tops`: `shift_of`.
     """
 
     e: Array | None
@@ -72,6 +73,8 @@ class Exponentials(NamedTuple):
     exp_logs: Array | None = None
     logit_sums: Array | None = None
     squares: Array | None = None
+    shifts: Array | None = None
+    shifts_high: Array | None = None
 
 
 class TargetPlaces(NamedTuple):
@@ -241,6 +244,7 @@ class FinishRows(NamedTuple):
     logit_scale: float
     softcap: float | None
     by_row: bool
+    top_exponent: int  # of the largest exponential of a row that was computed again
 
 
 def leaves_range(total: Array) -> Array:
@@ -284,7 +288,7 @@ def finish_rows_kernel(
         repaired = repaired & leaves_range(total)
     target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
     ref_exponent = load(ref_exponent_ref, at, mask=inside)
-    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=repaired))
+    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=repaired), static_args.top_exponent)
     first, has = jnp.zeros_like(row), repaired & is_class
     new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (repaired_exp_ref, repaired_logit_ref))
     total, ref_exponent = jnp.where(repaired, new_total, total), jnp.where(repaired, new_ref_exponent, ref_exponent)
@@ -334,9 +338,29 @@ def scale_rows(x_ref: Any, row: Array, rho: Array, inside: Array) -> None:
     lax.fori_loop(0, pl.cdiv(hidden, FINISHED_COLUMNS), step, None)
 
 
-def repaired_ref_exponent(top: Array) -> Array:
+LARGEST_EXPONENT, MOST_SHIFT = 14.0, 63.0  # of a sum that needs no shift; of a shift
+IN_A_NUMBER = 3  # shifts of 8 bits, in a float32
+
+
+def shift_of(total: Array) -> Array:
+    """Returns the exponents, 0 to MOST_SHIFT, of the powers of two by which exponentials are divided whose sum is
+    `total`, so that float16 holds them: (49)."""
+    exponent = (lax.bitcast_convert_type(total, jnp.int32) >> 23) - 127  # of a positive number; of 0 it is -127
+    return jnp.minimum(jnp.maximum(exponent.astype(jnp.float32) - LARGEST_EXPONENT, 0.0), MOST_SHIFT)
+
+
+FLOAT16_TOP = 13  # of the largest exponential of a row of float16 that is computed again
+
+
+def top_exponent_of(problem: Problem) -> int:
+    """Returns where the largest exponential of a row is placed that is computed again, as a power of two."""
+    return FLOAT16_TOP if problem.plan is not None and problem.plan.fits_float16 else 0
+
+
+def repaired_ref_exponent(top: Array, top_exponent: int) -> Array:
     """Returns the reference exponents of repaired rows, from their largest logits: (30)."""
-    return jnp.where(jnp.abs(top) < jnp.inf, jnp.floor(top * LOG2_E), 0.0)
+    found = jnp.floor(top * LOG2_E)
+    return jnp.where(jnp.abs(top) < jnp.inf, found - top_exponent if top_exponent else found, 0.0)
 
 
 def finish_rows(
@@ -348,7 +372,7 @@ def finish_rows(
     spec, of_targets = problem.spec, None
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
-    static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap, by_row)
+    static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap, by_row, top_exponent_of(problem))
     of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *repaired[:3]
     of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
     written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x

@@ -311,6 +311,11 @@ def log_prob_coefficients(
     return Coefficients(alpha=_poison(alpha, row_weight != 0, target, classes), tau=-d_log_prob, beta=-d_entropy)
 
 
+def with_entropy(coefficients: Coefficients, d_entropy: Array, entropy: Array) -> Coefficients:
+    """Returns the coefficients of a loss of log-probabilities, with the entropy's cotangent (n,) added: (46)."""
+    return coefficients._replace(alpha=coefficients.alpha - d_entropy * entropy, beta=-d_entropy)
+
+
 def saved_scales(row_weight: Array) -> tuple[Array, Array]:
     """Returns () powers of two for float16 gradients computed before the upstream gradient exists: of d_input, and
     of d_weight.

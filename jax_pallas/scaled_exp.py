@@ -3,16 +3,16 @@
 The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
 2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long
 as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
-the range are computed again with k from the largest logit.
+the range are computed again with k from the largest logit. float16 has a smaller range: `float16.py`.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for bfloat16, and for label smoothing where its terms are of rank one
-(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights.
-`row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that contribute.
-The steps for each chunk of rows:
+exponentials. Plan A with scaled exponentials is for bfloat16, with label smoothing where its terms are of rank one
+(`smoothing.py`), and on Hopper for float16. The backward pass of plan C runs it too, with the upstream gradients as row
+weights. `row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that
+contribute. The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`
+    loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`, for float16 `float16.fit`
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import kernels, row_kernels, saved_kernels, target_grad, tile_config
+from jax_pallas import float16, kernels, row_kernels, saved_kernels, target_grad, tile_config
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics, first_of_largest
@@ -45,7 +45,9 @@ from jax_pallas.smoothing import Smoothing
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 from jax_pallas.token_hook import TokenHook, TokenRows
 from linear_ce.gpus import share_added_in_l2
-from linear_ce.statistics import BY_ROW, MAX, OF_LOGITS
+from linear_ce.statistics import BY_ROW, MAX, OF_BLOCKS, OF_LOGITS, SHIFTS
+
+Scales = tuple[Array, Array] | None
 
 
 class SavedChunk(NamedTuple):
@@ -72,8 +74,14 @@ class Carry(NamedTuple):
     d_bias: Array | None  # (K,) float32
 
 
-def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tuple[Array, RowStatistics, Gradients]:
+def scaled_exp(
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: int, scales: Scales = None
+) -> tuple[Array, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
+
+    Args:
+        scales: powers of two that d_input and the gradients of the head are multiplied by, for float16. d_weight has
+            none with `Problem.grad_into`.
 
     Returns:
         The weighted loss of each row (N,); the statistics of the rows, those of the logits only if they are in
@@ -81,7 +89,7 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> t
     """
     smoothing = Smoothing.of(problem)
     whole = problem if smoothing is None else smoothing.problem
-    rows, gradients, found = _run(whole, needs_grad, None, smoothing, statistics=statistics)
+    rows, gradients, found = _run(whole, needs_grad, None, smoothing, statistics=statistics, scales=scales)
     loss, of_call = rows.loss[: problem.tokens], _statistics_of_call(problem, rows, found)
     if smoothing is not None:
         loss = smoothing.losses(loss, of_call.target_logit)
@@ -151,7 +159,7 @@ def saved_gradients(
 
 
 def token_loss_and_gradients(
-    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook, statistics: int
+    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook, statistics: int, scales: Scales = None
 ) -> tuple[TokenRows, Array | None, RowStatistics | None, Gradients]:
     """Runs plan A with a token loss: (29)-(33), (35).
 
@@ -159,7 +167,7 @@ def token_loss_and_gradients(
         The results of all rows; their log-probabilities and statistics if there are `statistics`; and the gradients of
         the sum of their losses.
     """
-    _, gradients, (rows, found, _) = _run(problem, needs_grad, hook, None, statistics=statistics)
+    _, gradients, (rows, found, _) = _run(problem, needs_grad, hook, None, statistics=statistics, scales=scales)
     assert rows is not None
     rows = rows._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), rows.d_closure))
     nll = None if found is None else found.nll
@@ -174,10 +182,13 @@ def _run(
     *,
     statistics: int,
     saves: bool = False,
+    scales: Scales = None,
 ) -> tuple[CallRows, Gradients, OfTokens]:
     """Returns the rows of the call, the gradients and what is known of the tokens. In the results of a token loss, the
     gradients of the closure (chunks, ...) are those of each chunk. With `saves` the exponentials are saved."""
-    config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
+    config, tokens, bias_scale = plan_of(problem).scaled_exp_config, problem.tokens, None
+    if scales is not None and problem.grad_into is not None:
+        scales, bias_scale = (scales[0], jnp.float32(1.0)), scales[1]
     target, row_weight = _call_rows(problem)
     if hook is not None:  # until `_call_token_loss` replaces them
         row_weight = (row_weight != 0).astype(jnp.float32)
@@ -195,7 +206,7 @@ def _run(
     places = _call_places(problem, target, chunks)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
-        shared = hook, smoothing, statistics
+        shared = hook, smoothing, scales, statistics
         return _chunk(problem, carry, chunk, places, *shared, first=first, gradients=gradients, saves=saves)
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
@@ -221,11 +232,16 @@ def _run(
         found = jax.tree.map(lambda *of_chunks: jnp.concatenate(of_chunks), *without_e)
         found = found._replace(saved=found.saved._replace(e=e))
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
+    if scales is not None and rows.theta is not None:  # so far they are scaled as d_input is
+        rows = rows._replace(theta=rows.theta * (scales[1] / scales[0]))
+        d_bias = None if d_bias is None else d_bias * (scales[1] / scales[0])
     if d_weight is not None or d_bias is not None:
         assert rows.theta is not None
         d_weight, d_bias = _add_targets(problem, rows.target, rows.row_weight, rows.theta, d_weight, d_bias)
         if smoothing is not None:
             d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
+    if d_bias is not None and bias_scale is not None:
+        d_bias = d_bias * bias_scale
     if d_bias is not None and problem.linear_bias is not None:
         b = problem.linear_bias
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
@@ -290,6 +306,7 @@ def _chunk(
     places: Array | None,
     hook: TokenHook | None,
     smoothing: Smoothing | None,
+    scales: Scales,
     statistics: int,
     *,
     first: bool,
@@ -305,6 +322,8 @@ def _chunk(
         x, start = jnp.pad(problem.rows(chunk), ((0, size - chunk.size), (0, 0))), 0
     else:  # a row reaches no sum but its own, so rows that do not contribute may stay
         x, start = problem.input, chunk.start
+    if plan_of(problem).fits_float16:
+        rows = float16.place(problem, rows, Slice(chunk.start, size, None), x, start)
     first_flag = chunk.start // config.rows * row_kernels.chunk_flags(config.rows)
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
@@ -317,10 +336,18 @@ def _chunk(
         rows, of_tokens = _call_token_loss(
             problem, hook, rows, chunk, place, size, found, chunk_places, joined, repaired, statistics
         )
-    scales, by_row = carry.d_weight is not None, not gradients and statistics & BY_ROW != 0
+    scales_x, by_row = carry.d_weight is not None, statistics & BY_ROW != 0
+    by_row &= plan_of(problem).batch_invariant or not gradients
+    fits = plan_of(problem).fits_float16
+    of_x = x if scales_x and not fits else None
     rows, e, scaled, rho = row_kernels.finish_rows(
-        problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None, by_row=by_row
+        problem, rows, place, size, found, chunk_places, joined, repaired, of_x, by_row=by_row
     )
+    power = None
+    if fits and e is not None and rho is not None:
+        rows, e, scaled, rho, power = float16.fit(
+            rows, chunk, place, size, found, e, x, start, rho, scales_x=scales_x, scales=scales
+        )
     if hook is None and statistics & OF_LOGITS & ~MAX:
         of_tokens = OfTokens(None, _statistics_of(problem, rows, chunk, found, joined, repaired))
     if smoothing is not None and rows.theta is not None:
@@ -334,7 +361,8 @@ def _chunk(
         of_tokens = of_tokens._replace(saved=SavedChunk(e, rho[: chunk.size]))
     if e is None or rho is None:
         return carry, of_tokens
-    carry = _add_gradients(problem, carry, chunk, e, x if scaled is None else scaled, start, rho, first=first)
+    x = x if scaled is None else scaled
+    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, power, first=first)
     return carry, of_tokens
 
 
@@ -452,7 +480,7 @@ def _store_exponentials(
     options = {
         **static_args(problem, size, problem.classes),
         "stores": stores,
-        "statistics": statistics & (OF_LOGITS | BY_ROW),
+        "statistics": statistics & (OF_BLOCKS | BY_ROW) | SHIFTS * (stores and plan_of(problem).fits_float16),
     }
     if places is None:  # these kernels split the head themselves
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
@@ -467,7 +495,8 @@ def _store_exponentials(
         else:
             found = hopper_logits.exponentials(*arrays, **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
-    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, statistics)
+    total = joined.total if plan_of(problem).batch_invariant else None
+    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, total, statistics)
     return rows, found._replace(e=e), joined, repaired
 
 
@@ -497,15 +526,24 @@ def _exponentials_of_split_head(problem: Problem, arrays: tuple[Any, ...], optio
 
 
 def _add_gradients(
-    problem: Problem, carry: Carry, chunk: Slice, e: Array, x: Array, start: Array | int, rho: Array, *, first: bool
+    problem: Problem,
+    carry: Carry,
+    chunk: Slice,
+    e: Array,
+    x: Array,
+    start: Array | int,
+    rho: Array,
+    power: Array | None,
+    *,
+    first: bool,
 ) -> Carry:
-    """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's."""
+    """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. power: (50)."""
     rows, held, d_weight, d_bias = carry
     if d_bias is not None:
         of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
         d_bias = d_bias + of_rows.sum(0)
     if d_weight is not None:
-        d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, first=first)
+        d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first)
     if held is not None:
         # The rows of d_input, and before them the targets' rows of the head, replace those of x after it was read.
         x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
@@ -515,7 +553,15 @@ def _add_gradients(
 
 
 def _add_d_weight(
-    problem: Problem, chunk: Slice, e: Array, x: Array, start: Array | int, d_weight: Array, *, first: bool
+    problem: Problem,
+    chunk: Slice,
+    e: Array,
+    x: Array,
+    start: Array | int,
+    d_weight: Array,
+    power: Array | None = None,
+    *,
+    first: bool,
 ) -> Array:
     """Adds e^T x to d_weight, of rows of x already times rho: (33) without the targets' terms."""
     axis = problem.vocab_axis
@@ -534,6 +580,7 @@ def _add_d_weight(
             rows=chunk.size,
             old=None if first and not plan.d_weight_starts and d_weight.dtype != jnp.float32 else d_weight,
             starts=first if plan.d_weight_starts else None,
+            power=power,
         )
     scaled = Slice(start, chunk.size, None).of(x)
     pair = (e, scaled) if axis == 0 else (scaled, e)
@@ -550,9 +597,9 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, hel
         from jax_pallas import hopper_gradients
 
         held = _put_target_rows(problem, rows, chunk, held)
-        shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
-        most = plan.scaled_exp_config.d_input_bytes
-        return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
+        shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
+        shared |= {"most": plan.scaled_exp_config.d_input_bytes, "batch_invariant": plan.batch_invariant}
+        return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     w_target = target_rows(problem, part.of(rows.target).clip(0))
     d_input = rho[:, None] * times_head(problem, e, len(rho)) + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0)[: chunk.size])

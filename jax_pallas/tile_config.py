@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import D_BLOCK, ROW_BLOCK
-from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, BudgetTooSmallError, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,19 @@ def schedule_of(
     return replace(schedule, split_iters=iters_per_tile - tail)
 
 
-def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> SplitKSchedule:
-    """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles."""
+FIXED_ROWS = 128  # of a tile of d_input with batch_invariant: the fewest, so that there are many tiles
+
+
+def choose_schedule(
+    rows: int, hidden: int, classes: int, most: int | None, programs: int, *, batch_invariant: bool = False
+) -> SplitKSchedule:
+    """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles.
+
+    With `batch_invariant` it has whole tiles of one size, so that the order of a row's sum does not depend on the
+    number of rows.
+    """
+    if batch_invariant:
+        return schedule_of(rows, hidden, classes, FIXED_ROWS, False, programs)
     choices = _schedules(rows, hidden, classes, programs)
     return next(schedule for schedule, size in choices if most is None or size <= most)
 
@@ -279,6 +290,8 @@ def choose_scaled_exp(
     splits_head: bool = False,
     programs: int = 1,
     second_d_weight: int,
+    copied: int = 0,
+    batch_invariant: bool = False,
     call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
@@ -303,6 +316,8 @@ def choose_scaled_exp(
         programs: multiprocessors, where `hopper`.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
+        copied: bytes of copies and of other numbers of the rows.
+        batch_invariant: of `choose_schedule`.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -314,7 +329,7 @@ def choose_scaled_exp(
     least_rows = tokens if second_d_weight and tokens <= 2 * MIN_ROWS else min(tokens, MIN_ROWS)
     # Rows' numbers but for the sorted ones, which come when the exponentials are gone; d_bias, in float32 and as it is
     # returned.
-    fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096
+    fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096 + copied
     in_workspace = stores and not saves
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * splits_head)
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
@@ -355,7 +370,8 @@ def choose_scaled_exp(
             return None
         if not hopper or splits_head:
             return chunk_cost.library_d_input(call, rows)
-        schedule = choose_schedule(rows, hidden, classes, found.d_input_bytes, call.programs)
+        sizes = rows, hidden, classes, found.d_input_bytes, call.programs
+        schedule = choose_schedule(*sizes, batch_invariant=batch_invariant)
         share = 1 - schedule.split_iters / schedule.iters_per_tile
         return chunk_cost.DInput(schedule.tile_rows, schedule.longest * STEP, share, schedule.bytes)
 
@@ -385,10 +401,7 @@ def choose_scaled_exp(
         )
         if best is not None:
             return best
-    raise ValueError(
-        f"memory_budget must be at least {config(least_rows, 0, 0).bytes} bytes for {tokens} tokens and {classes} "
-        f"classes, got {budget}"
-    )
+    raise BudgetTooSmallError(config(least_rows, 0, 0).bytes, tokens, classes, budget)
 
 
 def padded(classes: int) -> int:
@@ -459,9 +472,7 @@ def choose_recomputed(
     least_rows, least_vocab_chunk = min(tokens, MIN_ROWS), vocab_chunks[-1]
     least = model(least_vocab_chunk).bytes(least_rows, least_vocab_chunk)
     if least > budget:
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
-        )
+        raise BudgetTooSmallError(least, tokens, classes, budget)
     budget = max(least, budget - min(LIBRARY_BYTES, budget // D_INPUT_FRACTION) * in_place)
     fitting = {
         vocab_chunk: min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk)) for vocab_chunk in vocab_chunks

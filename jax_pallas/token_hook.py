@@ -11,9 +11,12 @@ and continues with these in place of the row weights.
 Each token's loss is differentiated separately. Rows that do not contribute are then excluded by selection from every
 result, from the sums over tokens too. If a log-probability is NaN, because the target is not a class or the logits
 are NaN, then the loss and this weight are NaN, even if the token loss does not propagate NaN.
+
+A loss of the entropies takes them as its second argument, and has a second row weight: MATH.md (45), (46). They are the
+first of the per-token values here.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +26,8 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_pallas.slicing import Slice
+from jax_pallas.token_losses import Named
+from linear_ce.spec import check_flag
 
 OptionalArrays = tuple[Array | None, ...]  # arrays, or their gradients; None for those that are not differentiated
 
@@ -63,6 +68,7 @@ class TokenRows(NamedTuple):
     gradient_weight: Array  # (n,) the row weight that replaces row_weight in the gradients of the logits
     d_per_token: OptionalArrays  # (n,) float32 each
     d_closure: OptionalArrays  # the sum over the rows, in the shape of the array, float32
+    d_entropy: Array | None = None  # (n,) the row weight of the entropy in the gradients of the logits
 
 
 class TokenHook(NamedTuple):
@@ -78,10 +84,29 @@ class TokenHook(NamedTuple):
         needed = _chosen(self.needs_grad.closure, self.closure)
         return jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), needed)
 
-    def of_chunk(self, chunk: Slice, log_prob: Array, row_weight: Array) -> TokenRows:
-        """Returns the results of a chunk's rows, given their log-probabilities and row weights, (n,) each."""
+    def of_chunk(self, chunk: Slice, log_prob: Array, row_weight: Array, entropy: Array | None = None) -> TokenRows:
+        """Returns the results of a chunk's rows, given their log-probabilities, row weights and, if the function takes
+        them, entropies, (n,) each."""
         per_token = tuple(chunk.of(values) for values in self.per_token)
-        return row_token_gradients(self.function, self.needs_grad, log_prob, row_weight, per_token, self.closure)
+        if entropy is None:
+            return row_token_gradients(self.function, self.needs_grad, log_prob, row_weight, per_token, self.closure)
+        needs_grad = self.needs_grad._replace(per_token=(True, *self.needs_grad.per_token))
+        per_token = entropy, *per_token
+        found = row_token_gradients(self.function, needs_grad, log_prob, row_weight, per_token, self.closure)
+        d_entropy, *d_per_token = found.d_per_token
+        return found._replace(d_per_token=tuple(d_per_token), d_entropy=d_entropy)
+
+
+def takes_entropy(token_loss: Callable[..., Array], with_entropy: bool) -> bool:
+    """Returns whether a token loss takes the entropies. Named losses do if they have an entropy weight."""
+    check_flag("with_entropy", with_entropy)
+    if not isinstance(token_loss, Named):
+        return with_entropy
+    if with_entropy and not token_loss.entropy_weight:
+        raise ValueError(
+            f"with_entropy must be False for token_losses.{token_loss.name} without entropy_weight, got True"
+        )
+    return token_loss.entropy_weight != 0
 
 
 def row_token_losses(

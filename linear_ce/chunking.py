@@ -29,6 +29,23 @@ SAVED_ROWS_MULTIPLE = 128  # rows of a tile of logits
 SAVED_ROW_BYTES, SAVED_FIXED_BYTES = 32, 4096  # the factors, the targets and the order of the rows; what aligns arrays
 
 
+class BudgetTooSmallError(ValueError):
+    """A memory budget does not hold the smallest chunk of a call.
+
+    Args:
+        least: bytes of the smallest budget that does.
+        tokens: N.
+        classes: K.
+        budget: bytes that were given.
+    """
+
+    def __init__(self, least: int, tokens: int, classes: int, budget: int) -> None:
+        super().__init__(
+            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
+        )
+        self.least = least
+
+
 @dataclass(frozen=True)
 class ChunkConfig:
     """How a call is divided into chunks.
@@ -100,9 +117,7 @@ def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int)
     least_rows, least_vocab_chunk = min(tokens, MIN_ROWS), min(classes, MIN_VOCAB_CHUNK)
     least = model.bytes(least_rows, least_vocab_chunk)
     if least > budget:
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
-        )
+        raise BudgetTooSmallError(least, tokens, classes, budget)
     whole = _largest(model, tokens, classes, budget)
     if whole.rows >= tokens or not 0 < model.float32_sum <= budget // 2:
         return whole
@@ -221,6 +236,7 @@ def describe_plan(
     saved: SavedRowCount | None,
     saves_logits: bool,
     others: tuple[str, int, int] | None = None,
+    fixed_rows: int | None = None,
 ) -> str:
     """Returns the description of a plan, a few lines in the same words for both frameworks.
 
@@ -238,6 +254,7 @@ def describe_plan(
         saved: which rows are saved for the backward pass; None if no row. `tokens` is their number then.
         saves_logits: whether that saves a matmul of the saved rows.
         others: the path of the rows that are not saved, rows of a chunk and their number; None if all rows have a plan.
+        fixed_rows: rows of a tile of d_input, with batch_invariant; None without.
     """
     family, why = "none", f": {PATHS[path]}"
     if kernels is not None:
@@ -266,6 +283,12 @@ def describe_plan(
         if saved.tokens and not saved.rows:
             lines["saved"] = (
                 f"none of {saved.tokens} rows, because the budget holds fewer than {LEAST_SAVED_ROWS}: 4 matmuls"
+            )
+    if fixed_rows is not None:
+        lines["batch-invariant"] = "a token's results do not depend on the other tokens"
+        if "d_input" in matmuls:
+            lines["batch-invariant"] += (
+                f"; for it, d_input has whole tiles of {fixed_rows} rows, which may leave multiprocessors idle"
             )
     if others is not None:
         other_path, size, count = others

@@ -80,7 +80,7 @@ class TokenLossResult(NamedTuple):
     stats: TokenStatsResult
 
 
-# (log_prob, *per_token) -> the loss, and its derivatives with respect to log_prob and each of per_token, all (N,).
+# (log_prob, *per_token) or (log_prob, entropy, *per_token) -> the loss, and its derivatives by each of them, all (N,).
 ValueAndDerivatives = Callable[..., tuple[np.ndarray, tuple[np.ndarray, ...]]]
 
 
@@ -278,6 +278,7 @@ def reference_token_loss(
     target: np.ndarray,
     token_loss: ValueAndDerivatives,
     *per_token: np.ndarray,
+    with_entropy: bool = False,
     linear_bias: np.ndarray | None = None,
     token_weight: np.ndarray | None = None,
     normalizer: float | np.ndarray | None = None,
@@ -286,14 +287,15 @@ def reference_token_loss(
     arithmetic: Arithmetic = EXACT,
 ) -> TokenLossResult:
     """Returns the loss of a function of the log-probabilities, its gradients and its statistics: MATH.md (10), (35),
-    (36), (43), (44).
+    (36), (43)-(46).
 
     Args:
         input: (..., D), float32 or float64.
         linear_weight: (V, D).
         target: (...), integer.
         token_loss: the function with its derivatives.
-        per_token: (...) each, its arguments besides the log-probabilities.
+        per_token: (...) each, its arguments besides the log-probabilities and the entropies.
+        with_entropy: whether the function takes the entropies.
         linear_bias: (V,) or None.
         token_weight: (...) or None.
         normalizer: the denominator of "mean", or None for the counted tokens.
@@ -323,7 +325,7 @@ def reference_token_loss(
         contributes = row_weight != 0
         ignored = np.where(contributes, y, spec.ignore_index).reshape(shape)
 
-        def log_probs(d_log_prob: np.ndarray | None) -> LogProbsResult:
+        def log_probs(d_log_prob: np.ndarray | None, d_entropy: np.ndarray | None = None) -> LogProbsResult:
             return reference_log_probs(
                 input,
                 linear_weight,
@@ -331,18 +333,23 @@ def reference_token_loss(
                 linear_bias=linear_bias,
                 spec=spec,
                 d_log_prob=d_log_prob,
+                d_entropy=d_entropy,
                 arithmetic=arithmetic,
             )
 
         values = [np.where(contributes, one.reshape(-1).astype(real), real(0)) for one in per_token]
-        row_loss, (d_log_prob, *d_values) = token_loss(log_probs(None).log_prob.reshape(-1), *values)
+        rows = log_probs(None)
+        if with_entropy:
+            values.insert(0, rows.entropy.reshape(-1))
+        row_loss, (d_log_prob, *d_values) = token_loss(rows.log_prob.reshape(-1), *values)
+        d_entropy = d_values.pop(0) if with_entropy else real(0)
         upstream = np.ones((), real) if d_loss is None else np.asarray(d_loss, real).reshape(-1)
         factor = np.where((y >= 0) & (y < classes), row_weight, real(np.nan))
 
         def select(per_row: np.ndarray) -> np.ndarray:
             return np.where(contributes, per_row, real(0)).reshape(shape)
 
-        found = log_probs(select(upstream * factor * d_log_prob))
+        found = log_probs(select(upstream * factor * d_log_prob), select(upstream * factor * d_entropy))
         loss = select(factor * row_loss)
         return TokenLossResult(
             loss=loss if spec.reduction == "none" else np.asarray(np.sum(loss, dtype=real)),

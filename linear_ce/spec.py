@@ -21,7 +21,7 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 DEFAULT_MEMORY_BUDGET = 512 * 2**20  # bytes of workspace besides inputs and gradients
 
 
-def _number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any) -> float:
     """Returns `value` as a finite float; names the argument otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
@@ -30,9 +30,16 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Returns `value` if it is a bool; names the argument otherwise."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return value
+
+
 def check_not_negative(name: str, value: Any) -> float:
     """Returns `value` as a finite float that is not negative; names the argument otherwise."""
-    number = _number(name, value)
+    number = check_number(name, value)
     if number < 0.0:
         raise ValueError(f"{name} must not be negative, got {number}")
     return number
@@ -84,11 +91,11 @@ class LossSpec:
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {self.reduction!r}")
-        smoothing = _number("label_smoothing", self.label_smoothing)
+        smoothing = check_number("label_smoothing", self.label_smoothing)
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {smoothing}")
         z_loss_weight = check_not_negative("z_loss_weight", self.z_loss_weight)
-        softcap = None if self.softcap is None else _number("softcap", self.softcap)
+        softcap = None if self.softcap is None else check_number("softcap", self.softcap)
         if softcap is not None and softcap <= 0.0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
         vocab_size = None if self.vocab_size is None else _integer("vocab_size", self.vocab_size)
@@ -101,7 +108,7 @@ class LossSpec:
         object.__setattr__(self, "label_smoothing", smoothing)
         object.__setattr__(self, "z_loss_weight", z_loss_weight)
         object.__setattr__(self, "softcap", softcap)
-        object.__setattr__(self, "logit_scale", _number("logit_scale", self.logit_scale))
+        object.__setattr__(self, "logit_scale", check_number("logit_scale", self.logit_scale))
         object.__setattr__(self, "vocab_size", vocab_size)
         object.__setattr__(self, "head_precision", head_precision)
 
@@ -226,7 +233,12 @@ def check_memory_budget(memory_budget: int | None) -> int:
 
 
 def check_saved_budget(
-    saved_budget: int, reduction: Reduction, *, grad_into: bool, head_precision: HeadPrecision | None
+    saved_budget: int,
+    reduction: Reduction,
+    *,
+    grad_into: bool,
+    head_precision: HeadPrecision | None,
+    with_entropy: bool = False,
 ) -> int:
     """Returns the bytes that may be kept for the backward pass; raises TypeError or ValueError if it is not an int of 0
     or more, or not 0 where the reduction or another option allows no saved rows. `grad_into` is whether it is given."""
@@ -235,6 +247,10 @@ def check_saved_budget(
         raise ValueError(f"saved_budget must not be negative (bytes), got {budget}")
     if budget and grad_into:
         raise ValueError(f"saved_budget must be 0 with grad_into: saved rows are not added to it, got {budget}")
+    if budget and with_entropy:
+        raise ValueError(
+            f"saved_budget must be 0 with with_entropy: saved rows have no gradient of the entropy, got {budget}"
+        )
     if budget and head_precision == "float32":
         raise ValueError(
             f'saved_budget must be 0 with head_precision "float32": rows of a split head are not saved, got {budget}'
@@ -244,6 +260,32 @@ def check_saved_budget(
             f'saved_budget needs reduction "none", got reduction {reduction!r}: the other reductions save no rows'
         )
     return budget
+
+
+def check_batch_invariant(
+    batch_invariant: bool,
+    *,
+    label_smoothing: float = 0.0,
+    saved_budget: int = 0,
+    implementation: str | None = None,
+    reason: str | None = None,
+) -> bool:
+    """Returns `batch_invariant`; raises TypeError if it is not a bool, or ValueError if it is True and another option
+    makes the results of a row depend on other rows. `implementation`: the one that is asked for, or that runs, and
+    why."""
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, got {type(batch_invariant).__name__}")
+    if batch_invariant and implementation == "chunked":
+        why = "" if reason is None else f" ({reason})"
+        raise ValueError(f"batch_invariant=True needs the kernels, got implementation 'chunked'{why}")
+    if batch_invariant and label_smoothing:
+        raise ValueError(f"batch_invariant=True needs label_smoothing 0, got {label_smoothing}")
+    if batch_invariant and saved_budget:
+        raise ValueError(
+            f"batch_invariant=True needs saved_budget 0, got {saved_budget}: which rows are saved depends on how many "
+            "there are, and saving rounds their gradients once more"
+        )
+    return batch_invariant
 
 
 def check_choice[T: str](name: str, value: object, choices: Sequence[T]) -> T:

@@ -18,10 +18,17 @@ SQUARES = 16  # the sum of the squared probabilities
 LSE = 32
 
 # Not a statistic: a row whose exponentials are computed again is so for its own sake only, and not with the rows around
-# it. Then its log-probability does not depend on how a call is divided, bit for bit.
+# it, and sums over class blocks have an order that does not depend on the number of rows. Then its log-probability does
+# not depend on how a call is divided, bit for bit.
 BY_ROW = 64
 
+# Not a statistic: the entropy, which is then one of the statistics, is differentiated.
+D_ENTROPY = 256
+# Not a statistic: the exponents by which stored exponentials of float16 were divided to fit, four in a number: (49).
+SHIFTS = 128
+
 OF_LOGITS = MAX | ARGMAX | ENTROPY | LOGIT_SUM | SQUARES
+OF_BLOCKS = OF_LOGITS | SHIFTS  # what kernels write for each row and class block
 
 # What each field of `TokenStats` is made from. log_prob is an argument of the token loss in any case.
 NEEDED = {
@@ -64,4 +71,4 @@ def statistics_for(stats: Sequence[bool]) -> int:
 
 def planes(statistics: int) -> int:
     """Returns how many numbers a kernel writes for them for each row and class block."""
-    return (statistics & OF_LOGITS).bit_count()
+    return (statistics & OF_BLOCKS).bit_count()

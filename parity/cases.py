@@ -552,6 +552,7 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}
+_BONUS = {"token_loss": "grpo-k2-entropy"}
 _STATS = {"token_stats": True}
 _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("empty-mean", {**_CLIP, "lead": (0,), "has_bias": True}, _ONE),
@@ -560,16 +561,16 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("ignored_all", {**_KL, "ignored": "all", "poison": ("ignored_rows",), "has_bias": True}, _BF16),
     ("normalizer", {**_KL, "normalizer": 41.5, "ignored": "some", "has_bias": True}, _TWO),
     ("zero_normalizer", {**_CLIP, "normalizer": 0.0}, _ONE),
-    ("nan_ignored-mean", {**_KL, "poison": ("ignored_rows",), "ignored": "some", "has_bias": True}, _BF16),
+    ("nan_ignored-mean", {**_BONUS, "poison": ("ignored_rows",), "ignored": "some", "has_bias": True}, _BF16),
     ("nan_masked-none", {**_KL, "poison": ("masked_rows",), "token_weight": "mask", "spec": _NONE}, _ONE),
     ("nan_padding", {**_KL, "poison": ("padding",), "spec": LossSpec("sum", vocab_size=500), "has_bias": True}, _BF16),
     ("target_range-mean", {**_KL, "poison": ("target_range",), "has_bias": True}, _16_BITS),
-    ("target_range-none", {**_KL, "poison": ("target_range",), "spec": LossSpec("none", vocab_size=500)}, _ONE),
-    ("masked_target", {**_CLIP, "poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _ONE),
+    ("target_range-none", {**_BONUS, "poison": ("target_range",), "spec": LossSpec("none", vocab_size=500)}, _ONE),
+    ("masked_target", {**_BONUS, "poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _ONE),
     ("ignore_index", {**_CLIP, "spec": LossSpec("sum", ignore_index=7), "target": "skewed", "ignored": "some"}, _ONE),
     ("head32", {**_CLIP, "head_dtype": "float32", "has_bias": True}, _BF16),
     ("head_split", {**_CLIP, **_SPLIT_64, "has_bias": True}, _BF16),
-    ("frozen_weight", {**_CLIP, "frozen": ("linear_weight",)}, _BF16),
+    ("frozen_weight", {**_BONUS, "frozen": ("linear_weight",)}, _BF16),
     ("frozen_tokens", {**_KL, "frozen": ("advantage", "old_log_prob", "ref_log_prob"), "spec": _SUM}, _BF16),
     ("only_tokens", {**_CLIP, "frozen": ("input", "linear_weight")}, _ONE),
     ("no_gradient", {**_CLIP, "frozen": ("input", "linear_weight", "advantage", "old_log_prob")}, _BF16),
@@ -579,7 +580,7 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("tight-mean", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
     ("stats-mean", {**_KL, **_STATS, "hidden": 64, "has_bias": True, "spec": LossSpec(vocab_size=500)}, _16_BITS),
-    ("stats-none", {**_CLIP, **_STATS, "vocab": 123, "spec": LossSpec("none", softcap=5.0, logit_scale=0.5)}, _ONE),
+    ("stats-none", {**_BONUS, **_STATS, "vocab": 123, "spec": LossSpec("none", softcap=5.0, logit_scale=0.5)}, _ONE),
     (
         "stats-tight",
         {**_KL, **_STATS, "tight_memory": True, "lead": (252,), "hidden": 64, "vocab": 640, "ignored": "some"}
@@ -594,7 +595,7 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         _TWO,
     ),
     ("stats-logits80", {**_CLIP, **_STATS, "logit_std": 40.0, "hidden": 64, "vocab": 640}, _BF16),
-    ("stats-grad_into", {**_KL, **_STATS, **_INTO, **_SPLIT, "has_bias": True, "ignored": "some"}, _BF16),
+    ("stats-grad_into", {**_BONUS, **_STATS, **_INTO, **_SPLIT_64, "has_bias": True, "ignored": "some"}, _BF16),
 )
 
 

@@ -213,6 +213,7 @@ def _evaluate(
     )
     if case.function == "token_loss":
         arguments["token_loss"] = token_loss or FORMS[case.token_loss]
+        arguments["with_entropy"] = FORMS[case.token_loss].with_entropy
         named = [arguments.pop(name) for name in ("input", "linear_weight", "target", "token_loss", *case.per_token)]
         return reference_token_loss(*named, **arguments)
     function = reference_loss if case.function == "loss" else reference_log_probs

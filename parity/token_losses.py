@@ -1,8 +1,8 @@
 """The named token losses in NumPy, each with its derivatives, and how far each amplifies errors of log-probabilities.
 
 `FORMS` is the one definition that both frameworks' `token_losses` are compared with. The functions take the
-log-probabilities first, then the per-token arrays, all (n,), then parameters with the names of both frameworks. They
-compute in the dtype of the log-probabilities.
+log-probabilities first, then the entropies if the form says so, then the per-token arrays, all (n,), then parameters
+with the names of both frameworks. They compute in the dtype of the log-probabilities.
 """
 
 from collections.abc import Callable, Mapping
@@ -74,14 +74,22 @@ def with_kl(policy_loss: Values, beta: float, kl: str, log_prob: np.ndarray, *re
 
 
 class Form(NamedTuple):
-    """A token loss in NumPy. Call it as `form(log_prob, *per_token)`."""
+    """A token loss in NumPy. Call it as `form(log_prob, *per_token)`, or `form(log_prob, entropy, *per_token)`."""
 
     function: Callable[..., Values]
-    per_token: tuple[str, ...]  # what its arguments besides the log-probabilities are, in order
+    per_token: tuple[str, ...]  # what its arguments besides the log-probabilities and the entropies are, in order
     parameters: Mapping[str, Any]  # keyword arguments of `function`
+    with_entropy: bool = False
 
-    def __call__(self, log_prob: np.ndarray, *per_token: np.ndarray) -> Values:
-        return self.function(log_prob, *per_token, **self.parameters)
+    def __call__(self, log_prob: np.ndarray, *others: np.ndarray) -> Values:
+        parameters = dict(self.parameters)
+        entropy_weight = parameters.pop("entropy_weight", 0.0)
+        if not entropy_weight:
+            return self.function(log_prob, *others, **parameters)
+        entropy, *per_token = others
+        loss, (d_log_prob, *rest) = self.function(log_prob, *per_token, **parameters)
+        d_entropy = np.full_like(entropy, -entropy_weight)
+        return loss + d_entropy * entropy, (d_log_prob, d_entropy, *rest)
 
     @property
     def clip_bounds(self) -> tuple[float, ...]:
@@ -97,16 +105,16 @@ class Form(NamedTuple):
 
 _ADVANTAGE, _POLICY = ("advantage",), ("advantage", "old_log_prob")
 _REF = ("ref_log_prob",)
+_GRPO = {"epsilon_low": 0.1, "epsilon_high": 0.28, "beta": 0.2}
 
 FORMS = {
     "weighted_nll": Form(weighted_nll, _ADVANTAGE, {}),  # `weight` is the class weights in a case
     "reinforce": Form(reinforce, _ADVANTAGE, {"beta": 0.0, "kl": "k3"}),
     "reinforce-k1": Form(reinforce, _ADVANTAGE + _REF, {"beta": 0.3, "kl": "k1"}),
     "ppo_clip": Form(ppo_clip, _POLICY, {"epsilon_low": 0.2, "epsilon_high": 0.28}),
-    **{
-        f"grpo-{kl}": Form(grpo, _POLICY + _REF, {"epsilon_low": 0.1, "epsilon_high": 0.28, "beta": 0.2, "kl": kl})
-        for kl in ("k1", "k2", "k3")
-    },
+    "grpo-k1": Form(grpo, _POLICY + _REF, {**_GRPO, "kl": "k1"}),
+    "grpo-k2-entropy": Form(grpo, _POLICY + _REF, {**_GRPO, "kl": "k2", "entropy_weight": 0.2}, with_entropy=True),
+    "grpo-k3": Form(grpo, _POLICY + _REF, {**_GRPO, "kl": "k3"}),
     "cispo": Form(cispo, _POLICY, {"epsilon_low": 1.0, "epsilon_high": 0.28}),
 }
 

@@ -1,8 +1,8 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "none", "saved", "eval", "token_loss", "token_stats", "grad_into" or
-"split_head"), n, d, v, vocab_axis and implementation.
+a JSON list of dicts with the keys mode ("train", "float16", "none", "saved", "eval", "token_loss", "token_entropy",
+"token_stats", "grad_into" or "split_head"), n, d, v, vocab_axis and implementation.
 """
 
 import json
@@ -36,7 +36,8 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
 
     def token_loss(x: jax.Array, w: jax.Array, y: jax.Array, *per_token: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
-        return linear_token_loss(x, w, y, token_losses.ppo_clip(), *per_token, **options)
+        function = token_losses.ppo_clip(entropy_weight=0.01 * (mode == "token_entropy"))
+        return linear_token_loss(x, w, y, function, *per_token, **options)
 
     def token_stats(x: jax.Array, w: jax.Array, y: jax.Array, *per_token: jax.Array) -> Any:
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
@@ -71,11 +72,12 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
 
     head = (v, d) if vocab_axis == 0 else (d, v)
     donated: tuple[int, ...] = ()
-    arguments = [shape((n, d), jnp.bfloat16), shape(head, jnp.bfloat16), shape((n,), jnp.int32)]
+    dtype = jnp.float16 if mode == "float16" else jnp.bfloat16
+    arguments = [shape((n, d), dtype), shape(head, dtype), shape((n,), jnp.int32)]
     function: Any = loss
-    if mode == "train":
+    if mode in ("train", "float16"):
         function = jax.value_and_grad(loss, argnums=(0, 1))
-    elif mode == "token_loss":
+    elif mode in ("token_loss", "token_entropy"):
         function, arguments = (
             jax.value_and_grad(token_loss, argnums=(0, 1)),
             [*arguments, *[shape((n,), jnp.float32)] * 2],

@@ -22,8 +22,8 @@ from triton.runtime.jit import JITFunction
 from core_triton.launch import At
 
 RANGES = {"i1": (0, 1), "i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
-WIDER = ["i1", "i32", "i64", "bf16", "f32"]  # the dtype of a result is the later of two
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+WIDER = ["i1", "i32", "i64", "f16", "bf16", "f32"]  # the dtype of a result is the later of two
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int32: "i32", torch.int64: "i64"}
 
 
 def rounded(data: Any, dtype: str) -> np.ndarray:
@@ -33,6 +33,8 @@ def rounded(data: Any, dtype: str) -> np.ndarray:
         assert np.all((found >= RANGES[dtype][0]) & (found <= RANGES[dtype][1])), f"an {dtype} overflows"
         return found
     found = np.asarray(data).astype(np.float32)
+    if dtype == "f16":
+        found = found.astype(np.float16).astype(np.float32)
     if dtype == "bf16":
         found = torch.from_numpy(np.atleast_1d(found)).bfloat16().float().numpy().reshape(found.shape)
     return found
@@ -228,6 +230,9 @@ class Language:
 
     def maximum(self, a: Any, b: Any) -> Any:
         return combined(np.maximum, a, b)
+
+    def exp2(self, value: Value) -> Value:
+        return Value(np.exp2(value.data), "f32")
 
     def cdiv(self, a: Any, b: Any) -> Any:
         return (a + (b - 1)) // b

@@ -56,7 +56,7 @@ from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
 from linear_ce.statistics import LOGIT_SUM, OF_LOGITS
 from parity.arrays import make_arrays
 from parity.backends import run_case
-from parity.cases import Case, cases
+from parity.cases import FP16_LOSS_SCALE, Case, cases
 from parity.expected import compare, expected
 from parity.tolerances import error
 
@@ -220,6 +220,29 @@ def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
     arguments: dict[str, Any] = {**arrays, "spec": replace(case.spec, reduction="none")}
     result = reference_loss(**arguments)
     return np.flatnonzero((result.lse - result.target_logit).reshape(-1) > LIMIT + 1).tolist()
+
+
+def run_float16() -> None:
+    """Runs cases of float16 whose exponentials leave its range, in one chunk and in several, and counts these rows."""
+    scale = FP16_LOSS_SCALE["sum"]
+    for case in (
+        # The targets are in class blocks of a tile whose other classes have most of the probability.
+        Case(name="shifted", dtype="float16", logit_std=12.0, lead=(50,), spec=LossSpec("sum"), loss_scale=scale),
+        Case(
+            name="shifted-chunks",
+            dtype="float16",
+            logit_std=12.0,
+            lead=(60,),
+            has_bias=True,
+            tight_memory=True,
+            spec=LossSpec("sum", softcap=60.0),
+            loss_scale=scale,
+        ),
+        replace(REPAIRED[0], name="repaired", dtype="float16", loss_scale=FP16_LOSS_SCALE["mean"]),
+    ):
+        with core_triton.range_report() as report:
+            print_budget_used(case, make_arrays(case))
+        say(name=case.name, used={}, shifted=report.shifted_rows, rows=report.rows, repaired=report.repaired_blocks)
 
 
 # Writes.
@@ -490,6 +513,8 @@ TOKEN_LOSSES: dict[str, dict[str, Any]] = {
     "ppo_clip": {"bias": True, "token_weight": True, "spec": LossSpec("mean", softcap=3.0, vocab_size=130)},
     "custom": {"bias": True, "normalizer": 7.0, "spec": LossSpec("mean", logit_scale=0.5)},
     "grpo-k3": {"out_of_range": True, "spec": LossSpec("sum")},
+    "custom-entropy": {"bias": True, "token_weight": True, "spec": LossSpec("mean", softcap=3.0, vocab_size=130)},
+    "grpo-k2-entropy": {"out_of_range": True, "spec": LossSpec("sum")},
 }
 
 
@@ -518,23 +543,28 @@ def run_log_probs(dtype: str, spread: float) -> None:
     half = target.clone()
     half[torch.rand(n, generator=generator) < 0.5] = -100
 
-    def of_token_loss(target: Tensor, budget: int | None, reduction: Any = "mean") -> core_triton.TokenStats:
+    def of_token_loss(
+        target: Tensor, budget: int | None, reduction: Any = "mean", entropy_weight: float = 0.0
+    ) -> core_triton.TokenStats:
         leaves = [one.clone().requires_grad_() for one in arrays]
-        arguments: list[Any] = [*leaves, target, token_losses.weighted_nll(), torch.linspace(-1, 1, n)]
+        function = token_losses.weighted_nll(entropy_weight=entropy_weight)
+        arguments: list[Any] = [*leaves, target, function, torch.linspace(-1, 1, n)]
         options: dict[str, Any] = {"memory_budget": budget, "implementation": Running.implementation}
         return core_triton.linear_token_loss_with_stats(
             *arguments, stats=("log_prob", "lse"), reduction=reduction, **options
         )[1]
 
     least = least_budget(lambda budget: of_token_loss(target, budget))
-    for name, y, budget, reduction in (
-        ("all rows", target, None, "mean"),
-        ("rows", target, None, "none"),
-        ("least budget", target, least, "mean"),
-        ("half of the rows", half, None, "mean"),
-        ("half of the rows, least budget", half, 2 * least, "mean"),
+    for name, y, budget, reduction, entropy_weight in (
+        ("all rows", target, None, "mean", 0.0),
+        ("rows", target, None, "none", 0.0),
+        ("least budget", target, least, "mean", 0.0),
+        ("half of the rows", half, None, "mean", 0.0),
+        ("half of the rows, least budget", half, 2 * least, "mean", 0.0),
+        ("half of the rows, entropy bonus", half, 4 * least, "mean", 0.1),
+        ("rows, entropy bonus", target, None, "none", 0.1),
     ):
-        found = of_token_loss(y, budget, reduction)
+        found = of_token_loss(y, budget, reduction, entropy_weight)
         counted = y >= 0
         assert found.log_prob is not None
         assert found.lse is not None
@@ -580,6 +610,78 @@ def run_kept_rows() -> None:
         say(name=name, used={"kept": 0.0 if right else 200.0})
 
 
+REPAIR = scaled_exp.kernels.repair
+
+
+def run_batch_invariant() -> None:
+    """Checks that with batch_invariant=True the results of a row are the same bits among any other rows: alone, in
+    another order, in other chunks, and beside rows that are repaired. A repair writes no other row.
+
+    The interpreter runs no kernel of d_input, so here each row is multiplied by itself.
+    """
+    generator = torch.Generator().manual_seed(0)
+    n, d, v = 40, 16, 300
+    x, w = (torch.randn(*shape, generator=generator) for shape in ((n, d), (v, d)))
+    far = [5, 38]
+    x[far] *= 40
+    x, w, target = x.bfloat16(), w.bfloat16(), torch.randint(0, v, (n,), generator=generator)
+    weight = torch.randn(n, generator=generator)
+    repaired: list[int] = []
+
+    def repair(*arguments: Any, e: Tensor | None, **options: Any) -> None:
+        before = None if e is None else e.clone()
+        if e is not None:
+            e.fill_(7.0)
+        REPAIR(*arguments, e=e, **options)
+        if e is not None and before is not None:
+            redone = (e != 7).any(1)
+            repaired.append(int(redone.sum()))
+            e[~redone] = before[~redone]
+
+    def row_by_row(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+        for i in range(len(a)):
+            total[i] = a[i] @ b if first else total[i] + a[i] @ b
+
+    def results(rows: Sequence[int], budget: int | None = None, kept: Tensor | None = None) -> list[Tensor]:
+        input, head = x[rows].requires_grad_(), w.clone().requires_grad_()
+        y = target[rows] if kept is None else torch.where(kept[rows], target[rows], -100)
+        options: dict[str, Any] = {"memory_budget": budget, "implementation": Running.implementation}
+        options["batch_invariant"] = True
+        loss = token_losses.weighted_nll(), weight[rows]
+        summed, stats = core_triton.linear_token_loss_with_stats(
+            input, head, y, *loss, stats=("log_prob", "lse"), reduction="sum", **options
+        )
+        log_probs = core_triton.linear_log_probs(input, head, y, softcap=200.0, **options)
+        of_rows, of_call = core_triton.linear_cross_entropy_with_stats(input, head, y, reduction="none", **options)
+        losses = summed, log_probs.log_prob * weight[rows], of_rows
+        made = [stats.log_prob, stats.lse, log_probs.log_prob, log_probs.lse, of_rows, of_call.lse]
+        made += [torch.autograd.grad(one.sum(), input)[0] for one in losses]
+        return [one.detach() for one in made if one is not None]
+
+    with (
+        mock.patch("core_triton.plan.why_variant", return_value=None),
+        mock.patch.object(scaled_exp, "add_matmul", row_by_row),
+        mock.patch.object(scaled_exp.kernels, "repair", repair),
+    ):
+        everything = [*range(n)]
+        want = results(everything)
+        say(
+            name="repaired rows",
+            used={"differ": 0.0 if {*repaired} <= {1, 2} and repaired else 200.0},
+            repaired=repaired,
+        )
+        half = torch.rand(n, generator=generator) < 0.5
+        for name, rows, options in (
+            ("a repaired row alone", [38], {}),
+            ("a few in another order, without those that are repaired", [*range(30, 20, -1)], {}),
+            ("in other chunks, half of them ignored", everything, {"budget": 40_000, "kept": half}),
+        ):
+            counted = half[rows] if "kept" in options else torch.ones(len(rows), dtype=torch.bool)
+            found = results(rows, **options)
+            same = [torch.equal(a[counted], b[rows][counted]) for a, b in zip(found, want, strict=True)]
+            say(name=name, used={str(i): 0.0 if one else 200.0 for i, one in enumerate(same)})
+
+
 def run_token_kernel() -> None:
     """Compares `token_kernels` with the formulas under autograd: all named losses, on rows in any order and on a slice,
     with strided arguments of other dtypes, and with rows that do not contribute or are NaN."""
@@ -590,6 +692,7 @@ def run_token_kernel() -> None:
     order, nll = torch.randperm(tokens, generator=generator)[:n], 8 * torch.rand(n, generator=generator) ** 2
     nll[row_weight[order] == 0], nll[3] = torch.nan, torch.nan
     for name, function in NAMED.items():
+        entropy = torch.rand(n, generator=generator) if function.entropy_weight else None
         arguments = torch.randn(2, tokens, 4, generator=generator)
         arguments[..., 1:] *= 0.5
         arguments[0, :, 1:] -= torch.zeros(tokens).index_put((order,), nll.nan_to_num())[:, None]
@@ -605,10 +708,11 @@ def run_token_kernel() -> None:
                         row_weight,
                         d_logits=d_logits,
                         d_per_token=[d_per_token] * len(per_token),
+                        with_entropy=entropy is not None,
                         kernels=kernels,
                     )
-                    weight = hook.process(rows, nll)
-                    full = hook.loss, hook.gradient_weight, *hook.d_per_token
+                    weight = hook.process(rows, nll, entropy)
+                    full = hook.loss, hook.gradient_weight, hook.d_entropy, hook.contributes, *hook.d_per_token
                     outputs.append([one[rows] for one in full if one is not None])
                     if d_logits:
                         assert weight is not None
@@ -822,6 +926,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "table": run_table,
     "fewer_rows": run_fewer_rows,
     "repair": run_repair,
+    "float16": run_float16,
     "writes": run_writes,
     "shards": run_shards,
     "layouts": run_layouts,
@@ -829,6 +934,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "token_loss": run_token_loss,
     "log_probs": run_log_probs,
     "kept_rows": run_kept_rows,
+    "batch_invariant": run_batch_invariant,
     "token_kernel": run_token_kernel,
     "rows": run_rows,
     "stored": run_stored,

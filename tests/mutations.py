@@ -295,8 +295,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/kernels.py",
-        "part.only_seen(exponential(part.logits, reference[:, None]))",
-        "exponential(part.logits, reference[:, None])",
+        "\n    exponentials = part.only_seen(exponential(part.logits, reference[:, None]))",
+        "\n    exponentials = exponential(part.logits, reference[:, None])",
         PALLAS,
     ),
     Mutation(
@@ -386,7 +386,7 @@ TOKEN_LOSSES = (
     ),
     Mutation("core_triton/token_ops.py", "(one * d_loss).to(dtype)", "one.to(dtype)", TORCH_TOKENS),
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
-    Mutation("core_triton/chunked.py", "target, differentiated.row_weight[chunk]", "target, row_weight", TORCH_TOKENS),
+    Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
     Mutation("core_triton/scaled_exp.py", "hook.process(order,", "hook.process(chunk,", KERNEL_TOKENS),
     Mutation(
         "core_triton/scaled_exp.py",
@@ -453,7 +453,7 @@ TOKEN_STATS = (
     ),
     Mutation("core_triton/row_statistics.py", "squares += factor * factor", "squares += factor", KERNEL_STATS),
     Mutation("core_triton/row_statistics.py", "(tl.max(lost, 0) == 0)", "(tl.max(lost, 0) != 0)", KEPT_ROWS),
-    Mutation("core_triton/scaled_exp.py", "statistics & BY_ROW != 0", "False", KEPT_ROWS),
+    Mutation("core_triton/scaled_exp.py", "OF_BLOCKS, statistics & BY_ROW != 0", "OF_BLOCKS, False", KEPT_ROWS),
     Mutation("core_triton/scaled_exp.py", "lse_out=unused", "lse_out=rows.lse_out", KERNEL_STATS),
     Mutation(
         "core_triton/plan.py",
@@ -575,7 +575,7 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/grad_into.py", "        self.done = True\n", "        self.done = False\n", INTO),
     Mutation("core_triton/grad_into.py", "            one == 1,\n", "            one == one,\n", INTO),
     Mutation("core_triton/grad_into.py", "grad_into is not None and hooks(True)", "False", INTO),
-    Mutation("core_triton/ops.py", "torch.float16 and grad_into is None:", "torch.float16:", INTO),
+    Mutation("core_triton/ops.py", "torch.float16 and grad_into is None", "torch.float16", INTO),
     Mutation(
         "core_triton/grad_into.py", "    if explains or not torch.is_grad_enabled():\n        return None", "", INTO
     ),
@@ -688,9 +688,162 @@ SAVED_ROWS = (
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
 )
+TORCH_ENTROPY = tests("core_triton_token_loss", "custom-entropy and (budget or options)")
+TORCH_BONUS = tests("core_triton_token_loss", "bonus_of_the_entropy_alone")
+KERNEL_ENTROPY = tests("core_triton_interpreted", "token_losses_in_several_chunks and float16")
+JAX_ENTROPY = tests("jax_pallas_token_loss", "focal-entropy")
+JAX_KERNELS_OF_ENTROPY = tests("jax_pallas_token_loss", "kernels_of_a_loss_of_the_entropy")
+ENTROPY_LOSSES = (
+    Mutation("core_triton/row_math.py", "alpha - d_entropy * entropy, beta", "alpha, beta", TORCH_ENTROPY),
+    Mutation("core_triton/token_hook.py", "(weight != 0) | (self.d_entropy[rows] != 0)", "(weight != 0)", TORCH_BONUS),
+    Mutation(
+        "core_triton/token_hook.py",
+        "torch.where(contributes, -entropy_weight * kept, 0.0)",
+        "torch.where(contributes, -entropy_weight * self.row_weight[rows], 0.0)",
+        tests("core_triton_interpreted", "named_token_losses_in_one_kernel"),
+    ),
+    Mutation("core_triton/ops.py", "None if upstream is None else -upstream", "upstream", TORCH_ENTROPY),
+    Mutation(
+        "core_triton/ops.py",
+        "in_forward &= not statistics & D_ENTROPY",
+        "in_forward &= True",
+        tests("core_triton_token_loss", "fewer_matmuls_with_a_frozen_head"),
+    ),
+    Mutation("core_triton/ops.py", "coefficients, needs_grad, scales=pair", "coefficients, needs_grad", KERNEL_ENTROPY),
+    Mutation(
+        "core_triton/plan.py",
+        "None if key.entropy else _plan_a_again(key)",
+        "_plan_a_again(key)",
+        tests("core_triton_errors", "matmuls_of_a_loss_of_the_entropy"),
+    ),
+    Mutation("jax_pallas/row_math.py", "alpha - d_entropy * entropy, beta", "alpha, beta", JAX_ENTROPY),
+    Mutation("jax_pallas/ops.py", "of_rows = -upstream, d_entropy", "of_rows = upstream, d_entropy", JAX_ENTROPY),
+    Mutation(
+        "jax_pallas/ops.py", "coefficients, needs_grad, scales\n", "coefficients, needs_grad\n", JAX_KERNELS_OF_ENTROPY
+    ),
+    Mutation(
+        "jax_pallas/chunked.py",
+        "found.gradient_weight, rows.row_weight, None",
+        "rows.row_weight, rows.row_weight, None",
+        JAX_KERNELS_OF_ENTROPY,
+    ),
+)
+
+INVARIANT = tests("core_triton_interpreted", "batch_invariant")
+INVARIANT_PLAN = tests("core_triton_batch_invariant", "order_of_sums")
+INVARIANT_CODE = tests("core_triton_batch_invariant", "machine_code")
+INVARIANT_ERRORS = tests("core_triton_batch_invariant", "refused")
+PALLAS_INVARIANT = tests("jax_pallas_batch_invariant", "among_any_rows")
+PALLAS_INVARIANT_ERRORS = tests("jax_pallas_batch_invariant", "refused")
+BATCH_INVARIANT = (
+    # In core_triton: a repair writes the rows that need it only.
+    Mutation(
+        "core_triton/kernels.py",
+        "tl.where(stored[:, None], values.to(matrix.dtype), before)",
+        "values.to(matrix.dtype)",
+        INVARIANT,
+    ),
+    Mutation("core_triton/ops.py", "by_row = BY_ROW if options.batch_invariant else 0", "by_row = 0", INVARIANT),
+    Mutation(
+        "core_triton/linear_ce.py", "statistics |= BY_ROW if call.options.batch_invariant else 0", "pass", INVARIANT
+    ),
+    # One order of sums for any number of rows.
+    Mutation(
+        "core_triton/row_kernels.py",
+        'triton.jit(do_not_specialize=["rows"])(finish_rows_kernel.fn)',
+        "triton.jit(finish_rows_kernel.fn)",
+        INVARIANT_CODE,
+    ),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "\n        by_row = statistics & BY_ROW != 0",
+        "\n        by_row = False",
+        INVARIANT_CODE,
+    ),
+    Mutation("core_triton/tile_config.py", "narrow[-1:], tiles[-1:]", "narrow[-1:], tiles", INVARIANT_PLAN),
+    Mutation("core_triton/tile_config.py", "narrow[-1:], tiles[-1:]", "narrow, tiles[-1:]", INVARIANT_PLAN),
+    Mutation(
+        "core_triton/tile_config.py",
+        "(block_v if batch_invariant else MIN_VOCAB_CHUNK)",
+        "MIN_VOCAB_CHUNK",
+        INVARIANT_PLAN,
+    ),
+    Mutation("core_triton/plan.py", "if key.batch_invariant:", "if False:", INVARIANT_PLAN),
+    # What cannot hold is refused.
+    Mutation(
+        "core_triton/plan.py", "if not key.d_input or plan.d_input_tiling is not None:", "if True:", INVARIANT_ERRORS
+    ),
+    Mutation("core_triton/plan.py", 'if key.stage == "gradients":', "if False:", INVARIANT_ERRORS),
+    Mutation("core_triton/plan.py", 'if x.dtype != "bfloat16":', "if False:", INVARIANT_ERRORS),
+    Mutation("linear_ce/spec.py", 'if batch_invariant and implementation == "chunked":', "if False:", INVARIANT_ERRORS),
+    Mutation("linear_ce/spec.py", "if batch_invariant and label_smoothing:", "if False:", INVARIANT_ERRORS),
+    Mutation("linear_ce/spec.py", "if batch_invariant and saved_budget:", "if False:", INVARIANT_ERRORS),
+    # The same in jax_pallas.
+    Mutation(
+        "jax_pallas/kernels.py",
+        "part.inside & leaves_range(load(total_ref",
+        "part.inside | leaves_range(load(total_ref",
+        PALLAS_INVARIANT,
+    ),
+    Mutation(
+        "jax_pallas/kernels.py",
+        "pl.cdiv(rows, ROW_BLOCK) * ROW_BLOCK if statistics & BY_ROW else rows",
+        "rows",
+        tests("jax_pallas_kernels", "repair_recomputes"),
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "carry.d_weight is not None, statistics & BY_ROW != 0",
+        "carry.d_weight is not None, False",
+        PALLAS_INVARIANT,
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "*sizes, batch_invariant=batch_invariant",
+        "*sizes",
+        tests("jax_pallas_batch_invariant", "splits_no_sum"),
+    ),
+    Mutation(
+        "jax_pallas/tile_config.py",
+        "classes, FIXED_ROWS, False, programs",
+        "classes, FIXED_ROWS, True, programs",
+        tests("jax_pallas_batch_invariant", "order_of_sums"),
+    ),
+    Mutation("jax_pallas/plan.py", "if key.d_input and not mosaic:", "if False:", PALLAS_INVARIANT_ERRORS),
+    Mutation("jax_pallas/plan.py", 'if key.stage == "gradients":', "if False:", PALLAS_INVARIANT_ERRORS),
+    Mutation("jax_pallas/plan.py", "\n    if w.dtype != x.dtype:", "\n    if False:", PALLAS_INVARIANT_ERRORS),
+)
+
+FITS = tests("core_triton_interpreted", "fit_in_float16")
+JAX_FITS, JAX_FITS_PLAN = ("tests/test_jax_pallas_float16.py",), tests("jax_pallas_plan", "test_paths")
+FLOAT16 = (
+    Mutation("core_triton/kernels.py", "return exponentials * tl.exp2(-shift)[:, None]", "return exponentials", FITS),
+    Mutation("core_triton/float16.py", "rho *= power_of_two(shift)", "pass", FITS),
+    Mutation("core_triton/float16.py", "tl.exp2(shift.to(tl.float32) - row_shift)", "1.0", FITS),
+    Mutation("core_triton/float16.py", "rho * power_of_two(-power)", "rho * power_of_two(1 - power)", FITS),
+    Mutation("core_triton/float16.py", "total += tl.where(top > none", "total += 0 * tl.where(top > none", FITS),
+    Mutation("core_triton/float16.py", "of_head += exponent_of", "0 + exponent_of", FITS),
+    Mutation("core_triton/float16.py", "scale_ptr + 1) / tl.load(scale_ptr)", "scale_ptr + 1)", FITS),
+    Mutation("core_triton/ranges.py", "(shift[: int(count)] > 0)", "(shift[: int(count)] >= 0)", FITS),
+    Mutation(
+        "core_triton/gluon_common.py",
+        "gl.load(count_ptr + 1)",
+        "gl.load(count_ptr)",
+        tests("core_triton_input_grad", "test_d_weight"),
+    ),
+    Mutation("jax_pallas/row_kernels.py", ">> 23) - 127", ">> 23) - 128", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "rho = rho * power_of_two(shift)", "pass", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "again | (rho == 0)", "rho == 0", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "jnp.exp2(own.astype(jnp.float32) - shift)", "jnp.exp2(-shift)", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "piece < IN_A_NUMBER", "piece <= IN_A_NUMBER", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "power_of_two(exponent) * head", "power_of_two(exponent)", JAX_FITS),
+    Mutation("jax_pallas/plan.py", "multiplies and not key.label_smoothing", "multiplies", JAX_FITS_PLAN),
+)
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
+    *(*ENTROPY_LOSSES, *FLOAT16),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

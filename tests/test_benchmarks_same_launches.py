@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +191,10 @@ def test_only_compared_calls_of_jax_are_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_steps_of_a_program_of_jax_are_its_kernels() -> None:
-    command = "from benchmarks import jax_launches, shapes; import json, sys"
-    command += "; shape, gpu = shapes.Shape('small', 1024, 128, 5000), sys.argv[1]"
-    command += "; print(json.dumps(jax_launches.steps_of(shape, shapes.MODES['train'], gpu)))"
+    from benchmarks import jax_launches
 
-    def steps(gpu: str) -> list[Step]:
-        arguments = [sys.executable, "-c", command, gpu]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(arguments, cwd=results.ROOT, env=environment, capture_output=True, text=True, check=True)
-        return json.loads(done.stdout)
-
-    found = steps(H200)
-    assert difference(found, steps(H200)) is None
+    found = jax_launches.steps_of(SMALL, MODES["train"], H200)
+    assert difference(found, jax_launches.steps_of(SMALL, MODES["train"], H200)) is None
     names = [step["kernel"] for step in found]
     assert '__gpu$xla.gpu.triton "finish_rows_kernel"' in names
     assert names.count("mosaic_gpu_v2 ") >= 3

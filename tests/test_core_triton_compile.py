@@ -46,6 +46,7 @@ def operator_arguments(
         "chunked",
         False,  # splits_head
         0,  # saved_budget
+        False,  # batch_invariant
     )
     return tensors, weights, options
 

@@ -270,7 +270,8 @@ def test_cublas_computes_d_weight_where_our_kernels_cannot_write_it(device: str,
         (torch.bfloat16, {"memory_budget": 2**26}, "recompute"),  # chunks of few rows
         (torch.bfloat16, {"memory_budget": 2**22}, "recompute"),  # no chunk of exponentials fits
         (torch.bfloat16, {"memory_budget": 2**26, "tokens": 100}, "scaled_exp"),  # all rows
-        (torch.float16, {}, "recompute"),
+        (torch.float16, {}, "scaled_exp"),
+        (torch.float16, {"label_smoothing": 0.1}, "recompute"),
         (torch.float32, {}, "stored_logits"),
         (torch.bfloat16, {"implementation": "chunked"}, "chunked"),
     ],
@@ -281,6 +282,31 @@ def test_the_path_of_losses_of_rows(dtype: torch.dtype, options: dict[str, Any],
     plan = core_triton.explain(x, w, reduction="none", device="h100", **options).plan
     assert plan.path == path
     assert plan.chunks.bytes <= plan.memory_budget
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "device", "path", "matmuls"),
+    [
+        (torch.bfloat16, "h100", "recompute", 4),
+        (torch.bfloat16, "a100", "recompute", 4),
+        (torch.float16, "h100", "recompute", 4),
+        (torch.float32, "h100", "stored_logits", 3),
+        (torch.bfloat16, None, "chunked", 3),
+    ],
+)
+def test_the_matmuls_of_a_loss_of_the_entropy(
+    dtype: torch.dtype, device: str | None, path: str, matmuls: int, reduction: Any
+) -> None:
+    x, w = (torch.empty(rows, 896, dtype=dtype) for rows in (256, 1536))
+    explained = core_triton.explain(x, w, reduction=reduction, device=device, with_entropy=True)
+    assert explained.plan.path == path
+    assert len(explained.plan.matmuls) == (4 if reduction == "none" else matmuls)
+    assert ("logits of the losses" in str(explained)) == (reduction == "none" or matmuls == 4)
+    with pytest.raises(ValueError, match="saved_budget must be 0 with with_entropy"):
+        core_triton.explain(x, w, reduction="none", saved_budget=2**20, with_entropy=True)
+    with pytest.raises(TypeError, match="with_entropy must be a bool, got float"):
+        core_triton.explain(x, w, with_entropy=0.1)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("memory_budget", "keeps"), [(2**29, True), (2**27, True), (2**26, False)])

@@ -67,6 +67,62 @@ def test_case(implementation: str, name: str, printed: Printed) -> None:
     assert_passed(printed[name], (implementation, DEVICE))
 
 
+# The range of float16.
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(("deviation", "shifted", "repaired"), [(1.0, 0.05, 0), (8.0, 0.9, 0.9), (40.0, 1.0, 1)])
+@pytest.mark.parametrize("budget", [2**25, 2**29], ids=["32 MiB", "512 MiB"])
+def test_exponentials_fit_in_float16(
+    implementation: Any, deviation: float, shifted: float, repaired: float, budget: int
+) -> None:
+    """Compares with float64, over chunks and class blocks. `shifted` and `repaired` are the most that is expected."""
+    n, d, v = 2000, 256, 5001
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, w = (torch.randn(rows, d, device=DEVICE, generator=generator) for rows in (n, v))
+    x, w = (x * deviation).half().requires_grad_(), (w / d**0.5).half().requires_grad_()
+    target = torch.randint(0, v, (n,), device=DEVICE, generator=generator)
+    options: dict[str, Any] = {"memory_budget": budget, "implementation": implementation}
+    with core_triton.range_report() as report:
+        loss = core_triton.linear_cross_entropy(x, w, target, **options)
+    (loss * 1024).backward()
+    assert report.rows == n
+    assert report.shifted_rows <= shifted * n
+    assert report.repaired_blocks <= repaired * report.blocks
+    exact = [one.detach().double().requires_grad_() for one in (x, w)]
+    wanted = F.cross_entropy(exact[0] @ exact[1].T, target)
+    (wanted * 1024).backward()
+    assert abs(loss.item() - wanted.item()) < 1e-5 * wanted.item()
+    for one, other in zip((x, w), exact, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad.double() - other.grad).norm() < 6e-4 * other.grad.norm()
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_rows_beside_a_repair_keep_their_shifts(implementation: Any) -> None:
+    """A token loss computes only the rows again that need it. The others keep exponentials that were divided."""
+    n, d, v = 700, 64, 3001
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, w = (torch.randn(rows, d, device=DEVICE, generator=generator) for rows in (n, v))
+    x[::50] *= 10
+    x, w = (x * 8).half().requires_grad_(), (w / d**0.5).half().requires_grad_()
+    target, factor = torch.randint(0, v, (n,), device=DEVICE, generator=generator), torch.ones(n, device=DEVICE)
+    with core_triton.range_report() as report:
+        loss = core_triton.linear_token_loss(
+            x, w, target, core_triton.token_losses.weighted_nll(), factor, implementation=implementation
+        )
+    (loss * 1024).backward()
+    assert report.repaired_blocks > 0
+    assert report.shifted_rows > n / 10
+    exact = [one.detach().double().requires_grad_() for one in (x, w)]
+    (F.cross_entropy(exact[0] @ exact[1].T, target) * 1024).backward()
+    assert x.grad is not None
+    assert exact[0].grad is not None
+    error = (x.grad.double() - exact[0].grad).norm(dim=1) / exact[0].grad.norm(dim=1)
+    assert error.max() < 2e-3
+
+
 # More than 2**31 logits.
 
 

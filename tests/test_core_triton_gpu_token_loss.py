@@ -17,7 +17,7 @@ from token_loss_problem import (
 from torch import Tensor
 from torch_gpu import DEVICE, assert_same
 
-from core_triton import linear_log_probs, linear_token_loss_with_stats
+from core_triton import linear_log_probs, linear_token_loss_with_stats, token_losses
 from linear_ce.spec import FLOAT_DTYPES, LossSpec
 from linear_ce.statistics import TOKEN_STATS
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.apart(programs=3, seconds=120)]
 
 KERNELS = ("triton", "triton_sm80")
 LARGE: dict[str, Any] = {"lead": (3, 1200), "d": 64, "v": 1501}
-BUDGET = 2**21 + 2**20  # three chunks or more
+BUDGET, BUDGET_OF_ENTROPY = 2**21 + 2**20, 2**21  # three chunks or more
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -33,8 +33,9 @@ BUDGET = 2**21 + 2**20  # three chunks or more
 @pytest.mark.parametrize("name", LOSSES)
 def test_several_chunks(name: str, dtype: str, implementation: str) -> None:
     made = make_problem(name, dtype, **LARGE, spec=LossSpec("sum"))
+    budget = BUDGET_OF_ENTROPY if made.form.with_entropy else BUDGET
     with counted_chunks() as chunks:
-        found = outputs(made, DEVICE, memory_budget=BUDGET, implementation=implementation)
+        found = outputs(made, DEVICE, memory_budget=budget, implementation=implementation)
     assert chunks.call_count >= 3
     assert_within_budget(made, found, chunks.call_count)
 
@@ -43,11 +44,12 @@ def test_several_chunks(name: str, dtype: str, implementation: str) -> None:
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("out_of_range", [False, True])
-def test_options(reduction: Any, dtype: str, out_of_range: bool, implementation: str) -> None:
+@pytest.mark.parametrize("name", ["grpo-k3", "custom-entropy"])
+def test_options(name: str, reduction: Any, dtype: str, out_of_range: bool, implementation: str) -> None:
     spec = LossSpec(reduction, softcap=3.0, logit_scale=0.6, vocab_size=280)
     normalizer = 7.0 if reduction == "mean" else None
     options: dict[str, Any] = {"spec": spec, "bias": True, "token_weight": True, "normalizer": normalizer}
-    made = make_problem("grpo-k3", dtype, (300,), out_of_range=out_of_range, per_token_dtype="bfloat16", **options)
+    made = make_problem(name, dtype, (300,), out_of_range=out_of_range, per_token_dtype="bfloat16", **options)
     assert_within_budget(made, outputs(made, DEVICE, implementation=implementation))
 
 
@@ -75,18 +77,20 @@ def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(
     )
     for target, budget, stats, reduction in calls:
         arguments: list[Any] = [*first, target, made.token_loss, *per_token]
-        _, found = linear_token_loss_with_stats(
-            *arguments,
-            **options,
-            stats=stats,
-            reduction=reduction,
-            memory_budget=budget,
-            implementation=implementation,
-        )
-        assert found.log_prob is not None
-        assert found.lse is not None
-        counts = target != -100
-        assert_same([found.log_prob[counts], found.lse[counts]], [want.log_prob[counts], want.lse[counts]])
+        for entropy_weight in (0.0, 0.1):
+            arguments[3] = token_losses.weighted_nll(entropy_weight=entropy_weight)
+            _, found = linear_token_loss_with_stats(
+                *arguments,
+                **options,
+                stats=stats,
+                reduction=reduction,
+                memory_budget=budget,
+                implementation=implementation,
+            )
+            assert found.log_prob is not None
+            assert found.lse is not None
+            counts = target != -100
+            assert_same([found.log_prob[counts], found.lse[counts]], [want.log_prob[counts], want.lse[counts]])
 
 
 def results(made: TokenProblem, named: dict[str, Tensor], per_token: list[Tensor], **options: Any) -> list[Tensor]:
@@ -96,7 +100,7 @@ def results(made: TokenProblem, named: dict[str, Tensor], per_token: list[Tensor
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", ["ppo_clip", "custom"])
+@pytest.mark.parametrize("name", ["ppo_clip", "custom", "grpo-k2-entropy", "custom-entropy"])
 def test_a_graph_replays_with_changed_inputs(name: str, reduction: Any, dtype: str) -> None:
     made = make_problem(name, dtype, **LARGE, spec=LossSpec(reduction))
     named, per_token = tensors(made, DEVICE)
@@ -121,8 +125,9 @@ def test_a_graph_replays_with_changed_inputs(name: str, reduction: Any, dtype: s
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_nothing_waits_for_the_device(reduction: Any, dtype: str) -> None:
-    made = make_problem("grpo-k3", dtype, **LARGE, spec=LossSpec(reduction), token_weight=True)
+@pytest.mark.parametrize("name", ["grpo-k3", "grpo-k2-entropy", "custom-entropy"])
+def test_nothing_waits_for_the_device(name: str, reduction: Any, dtype: str) -> None:
+    made = make_problem(name, dtype, **LARGE, spec=LossSpec(reduction), token_weight=True)
     named, per_token = tensors(made, DEVICE)
     results(made, named, per_token, memory_budget=BUDGET)
     torch.cuda.synchronize()
@@ -139,8 +144,9 @@ def test_nothing_waits_for_the_device(reduction: Any, dtype: str) -> None:
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )  # of Inductor's imports
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_named_loss_compiles_without_graph_breaks(dtype: str) -> None:
-    made = make_problem("ppo_clip", dtype, (300,))
+@pytest.mark.parametrize("name", ["ppo_clip", "grpo-k2-entropy"])
+def test_a_named_loss_compiles_without_graph_breaks(name: str, dtype: str) -> None:
+    made = make_problem(name, dtype, (300,))
     named, per_token = tensors(made, DEVICE)
     compiled = torch.compile(lambda named, per_token: call(made, named, per_token), fullgraph=True)
     leaves = [named["input"], named["linear_weight"], per_token[0]]

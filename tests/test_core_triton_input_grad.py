@@ -139,6 +139,8 @@ D_WEIGHT_CASES: list[dict[str, Any]] = [
     {"rows": 300, "d": 264, "classes": 520, "first": False, "capability": 89},
     {"rows": 77, "d": 136, "classes": 389, "first": True, "capability": 89, "active": 33},
     {"rows": 20, "d": 8, "classes": 5, "first": False, "active": 1},
+    {"rows": 20, "d": 8, "classes": 5, "first": True, "dtype": torch.float16},
+    {"rows": 77, "d": 136, "classes": 130, "first": False, "dtype": torch.float16},
     {"rows": 70, "d": 136, "classes": 130, "first": True, "active": 0},
     {"rows": 70, "d": 136, "classes": 130, "first": False, "active": 0},
     {"rows": 70, "d": 136, "classes": 130, "first": False, "active": -2, "capability": 89},
@@ -149,32 +151,35 @@ D_WEIGHT_CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", D_WEIGHT_CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_d_weight(case: dict[str, Any], late: bool) -> None:
     rows, d, classes, first = case["rows"], case["d"], case["classes"], case["first"]
-    active = case.get("active", rows)
+    active, dtype = case.get("active", rows), case.get("dtype", torch.bfloat16)
+    power = -3 if dtype == torch.float16 else 0
     generator = torch.Generator().manual_seed(0)
-    w = head(classes, d, transposed=False, generator=generator)
-    plan = plan_for(torch.empty(START + rows, d, dtype=torch.bfloat16), w, classes, case.get("capability", 80))
+    w = head(classes, d, transposed=False, generator=generator).to(dtype)
+    plan = plan_for(torch.empty(START + rows, d, dtype=dtype), w, classes, case.get("capability", 80))
     assert plan.d_weight_kernel
+    assert plan.fits_float16 == (power != 0)
     # NaN is in rows that are not active and from the last class on. In a first chunk without active rows one is
     # computed. It is zero.
     computed = max(active, int(first))
-    stored = torch.full((rows, padded(classes)), torch.nan, dtype=torch.bfloat16)
+    stored = torch.full((rows, padded(classes)), torch.nan, dtype=dtype)
     stored[:computed, :classes] = torch.rand(computed, classes, generator=generator)
-    x = torch.full((rows, d), torch.nan, dtype=torch.bfloat16)
+    x = torch.full((rows, d), torch.nan, dtype=dtype)
     x[:computed] = torch.randn(computed, d, generator=generator) if active > 0 else 0
     problem = Problem(
         x, w, None, torch.zeros(rows, dtype=torch.int64), torch.ones(rows), None, LossSpec("sum"), classes, plan=plan
     )
-    total = torch.full((classes + 3, d), torch.nan if first else 7.0, dtype=torch.bfloat16)
+    total = torch.full((classes + 3, d), torch.nan if first else 7.0, dtype=dtype)
     total[classes:] = 7
     if not first:
         total[:classes] = 10 * torch.randn(classes, d, generator=generator)
-    wanted = stored[:computed, :classes].double().T @ x[:computed].double()
+    wanted = stored[:computed, :classes].double().T @ x[:computed].double() * 2.0**power
     wanted += 0 if first else total[:classes].double()
     with mock.patch.object(ampere_gradients, "launch", partial(gluon_in_numpy.run, MODULES, late=late)):
-        count = Active(torch.tensor(START + active, dtype=torch.int32), START, int(first))
+        numbers = torch.tensor([[0, 0], [START + active, power]], dtype=torch.int32)
+        count = Active(At(numbers, 1) if power else numbers[1, 0], START, int(first))
         ampere_gradients.add_d_weight(problem, stored[:, :classes], x, count, total[:classes], first=first)
     # Rounded once: the float32 sums differ from those of float64 where they are close to the middle of two numbers.
-    assert (total[:classes] != wanted.bfloat16()).double().mean() < 0.01
+    assert (total[:classes] != wanted.to(dtype)).double().mean() < 0.01
     assert (total[classes:] == 7).all(), "rows of padding are written"
 
 

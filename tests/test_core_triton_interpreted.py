@@ -137,6 +137,15 @@ def test_reference_exponents_that_are_too_low_are_repaired(results: Results) -> 
     assert in_one_block == [140]
 
 
+@pytest.mark.parametrize("program", [quick("float16")])
+def test_exponentials_fit_in_float16(results: Results) -> None:
+    assert_within_budget(results)
+    shifted, chunks, repaired = results[1::2]
+    # Most rows are not shifted, because the sample of the classes has logits near the largest.
+    assert all(0 < one["shifted"] < one["rows"] / 2 and not one["repaired"] for one in (shifted, chunks))
+    assert repaired["repaired"] == 1
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -191,11 +200,13 @@ def test_the_heads_gradients_of_chunks_add_up(results: Results) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(("token_loss", "bfloat16", "ppo_clip", "custom", "grpo-k3"), id="token_loss-bfloat16"),
-        pytest.param(("token_loss", "float16", "ppo_clip"), id="token_loss-float16"),
-        slow("token_loss", "float32", "ppo_clip", "custom", "grpo-k3"),
-        slow("token_loss", "float16", "custom", "grpo-k3"),
-        slow("sm80", "token_loss", "bfloat16", "ppo_clip", "custom", "grpo-k3"),
+        pytest.param(
+            ("token_loss", "bfloat16", "ppo_clip", "custom", "grpo-k3", "custom-entropy"), id="token_loss-bfloat16"
+        ),
+        pytest.param(("token_loss", "float16", "ppo_clip", "custom-entropy"), id="token_loss-float16"),
+        slow("token_loss", "float32", "ppo_clip", "custom", "grpo-k3", "custom-entropy", "grpo-k2-entropy"),
+        slow("token_loss", "float16", "custom", "grpo-k3", "grpo-k2-entropy"),
+        slow("sm80", "token_loss", "bfloat16", "ppo_clip", "custom", "grpo-k3", "custom-entropy", "grpo-k2-entropy"),
     ],
 )
 def test_token_losses_in_several_chunks(results: Results) -> None:
@@ -220,6 +231,12 @@ def test_a_token_loss_gets_the_log_probabilities_bit_for_bit(program: Program, r
 @pytest.mark.parametrize("program", [quick("kept_rows")])
 def test_a_token_loss_repairs_no_rows_but_those_that_need_it(results: Results) -> None:
     assert_within_budget(results)
+
+
+@pytest.mark.parametrize("program", [quick("batch_invariant"), slow("sm80", "batch_invariant")])
+def test_batch_invariant_results_of_a_row_are_the_same_bits_among_any_rows(results: Results) -> None:
+    assert_within_budget(results)
+    assert len(results) == 4
 
 
 @pytest.mark.parametrize("program", [quick("token_kernel")])

@@ -23,7 +23,7 @@ import core_triton
 from benchmarks.chunk_rows import preferring
 from benchmarks.launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from benchmarks.shapes import SHAPES, Shape
-from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
+from core_triton import chunked, float16, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
 from core_triton import token_losses as named_losses
 from core_triton.plan import MatrixLayout, Stage
 from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad, Problem
@@ -95,7 +95,10 @@ class Call(NamedTuple):
             head = saved_gradients(problem, saved, problem.row_weight, needs_grad, NOTHING_COMPUTED)
             return saved.unit_d_input, *head[1:]
         if plan.path == "scaled_exp":
-            return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
+            scales = None
+            if plan.fits_float16 and stage == "loss_and_gradients":
+                scales = float16.scales_of(problem.row_weight)
+            return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics, scales=scales)[2])
         if stage == "loss_and_gradients":
             found = chunked.loss_and_gradients(
                 ops._tiles(plan), problem, plan.chunk_config, needs_grad, (array(), array()), statistics
@@ -145,6 +148,8 @@ CALLS = {
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
     "train-head32": Call("train", "llama3-8b", head=torch.float32),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
+    "options-fp16": Call("stats", "gemma2-2b", torch.float16, bias=True, softcap=30.0),
+    "smoothing-fp16": Call("train", "qwen2.5-0.5b", torch.float16, smoothing=0.1),
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
     "saved": Call("saved", "gemma2-2b", bias=True, softcap=30.0),
     "saved-plain": Call("saved", "llama3-8b"),
@@ -422,7 +427,7 @@ SPILLS = {
         "hopper_logits.exponentials_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 64]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
         "STATISTICS=31)": 96,
         "kernels.repair_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
-        "HAS_SOFTCAP,STATISTICS=31)": 8,
+        "HAS_SOFTCAP,STATISTICS=31)": 40,
     },
     (100, "entropy"): {
         "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64]; W_BY_CLASS,HAS_BIAS,HAS_SOFTCAP,STATISTICS=4)": 40
@@ -435,8 +440,27 @@ SPILLS = {
         "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
         "STATISTICS=31)": 152
     },
+    # Statistics beside the shifts of float16.
+    (90, "options-fp16"): {
+        "hopper_logits.exponentials_kernel(fp16[64, 64], fp16[256, 64], fp16[64, 64]; STORES,W_BY_CLASS,HAS_BIAS,"
+        "HAS_SOFTCAP,STATISTICS=129)": 64
+    },
+    (90, "token-stats-fp16"): {
+        "kernels.repair_kernel(fp16[64, 64], fp16[256, 64], fp16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
+        "STATISTICS=159)": 8
+    },
     (100, "token-stats-fp16"): {
-        "kernels.statistics_kernel(fp16[128, 64], fp16[128, 64]; WEIGHTED,W_BY_CLASS,STATISTICS=22)": 104
+        "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64], fp16[128, 128]; STORES,W_BY_CLASS,"
+        "STATISTICS=159)": 144
+    },
+    (100, "entropy-fp16"): {
+        "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64]; W_BY_CLASS,HAS_BIAS,HAS_SOFTCAP,STATISTICS=4)": 40
+    },
+    **{
+        (arch, "token-stats-fp16"): {
+            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,STATISTICS=159)": 312,
+        }
+        for arch in (80, 89)
     },
     **{
         (arch, "token-stats"): {
@@ -449,7 +473,7 @@ SPILLS = {
             "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,HAS_SOFTCAP,STATISTICS=31)": exponentials,
             "kernels.repair_kernel(; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,HAS_SOFTCAP,STATISTICS=31)": repair,
         }
-        for arch, exponentials, repair in ((80, 384, 32), (89, 376, 56))
+        for arch, exponentials, repair in ((80, 384, 80), (89, 376, 72))
     },
 }
 
@@ -475,7 +499,12 @@ def test_every_kernel_is_launched(arch: int) -> None:
         (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
     modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad", "core_triton.stored_logits"}
-    modules |= {"core_triton.row_statistics", "core_triton.saved_kernels", "core_triton.token_kernels"}
+    modules |= {
+        "core_triton.row_statistics",
+        "core_triton.float16",
+        "core_triton.saved_kernels",
+        "core_triton.token_kernels",
+    }
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients", "core_triton.input_grad"}
     if arch < 90:
@@ -551,6 +580,18 @@ def test_workspace_on_other_gpus_is_within_budget(arch: int, plan: str) -> None:
     assert_within(arch, Call(plan, "llama3-8b"), DEFAULT)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_workspace_of_a_loss_of_the_entropy_is_within_budget(dtype: torch.dtype) -> None:
+    shape, budget = SHAPES["qwen2.5-0.5b"], 2**28
+    with fake_gpu(90):
+        leaves = [array(rows, shape.d, dtype=dtype).requires_grad_() for rows in (shape.n, shape.v)]
+        arguments: list[Any] = [*leaves, array(shape.n, dtype=torch.int64), named_losses.grpo(entropy_weight=0.1)]
+        arguments += [array(shape.n) for _ in range(2)]
+        with Meter() as meter:
+            core_triton.linear_token_loss(*arguments, memory_budget=budget, implementation="triton")
+    assert meter.peak - bytes_of(*leaves) <= budget  # the gradients are as large as these
+
+
 def assert_within(arch: int, call: Call, budget: int) -> None:
     used = workspace(arch, call, budget)
     assert used <= budget, f"{call} takes {used} bytes, {used / budget:.0%} of its budget"
@@ -565,7 +606,7 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
-@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "eval"])
+@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "train-fp16", "eval"])
 def test_calls_that_can_be_replayed_only_allocate_and_launch(name: str) -> None:
     """Otherwise `replay.Recorder` records nothing, and each call takes the host time of the first."""
     with fake_gpu(90), Meter() as meter:

@@ -61,16 +61,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("name", ["grpo-k3", "custom-entropy"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_options(options: dict[str, Any], dtype: str) -> None:
-    made = make_problem("grpo-k3", dtype, **options)
+def test_options(options: dict[str, Any], name: str, dtype: str) -> None:
+    made = make_problem(name, dtype, **options)
     assert_within_budget(made, outputs(made))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("name", ["custom", "custom-entropy"])
 @pytest.mark.parametrize("lead", [(70,), (400,)])  # kept logits of all rows, and chunks
-def test_several_chunks(dtype: str, lead: tuple[int, ...]) -> None:
-    made = make_problem("custom", dtype, lead, d=8, bias=True, token_weight=True, spec=LossSpec("sum"))
+def test_several_chunks(lead: tuple[int, ...], name: str, dtype: str) -> None:
+    made = make_problem(name, dtype, lead, d=8, bias=True, token_weight=True, spec=LossSpec("sum"))
     least = least_budget(lambda budget: outputs(made, memory_budget=budget))
     with counted_chunks() as chunks:
         found = outputs(made, memory_budget=least + 100_000 * (lead == (400,)))
@@ -78,17 +80,19 @@ def test_several_chunks(dtype: str, lead: tuple[int, ...]) -> None:
     assert_within_budget(made, found, chunks.call_count)
 
 
-def test_a_loss_takes_three_matmuls() -> None:
-    made = make_problem("custom", d=24, v=300)
+@pytest.mark.parametrize("name", ["custom", "custom-entropy"])
+def test_a_loss_takes_three_matmuls(name: str) -> None:
+    made = make_problem(name, d=24, v=300)
     named, per_token = tensors(made)
     with FlopCounterMode(display=False) as counter:
         call(made, named, per_token).backward()
     assert counter.get_total_flops() == 3 * 2 * 70 * 24 * 300
 
 
-def test_the_loss_of_each_row_takes_two_matmuls_with_a_frozen_head() -> None:
-    made = make_problem("custom", spec=LossSpec("none"))
-    for frozen, matmuls in ((False, 4), (True, 2)):
+@pytest.mark.parametrize(("name", "least"), [("custom", 2), ("custom-entropy", 3)])
+def test_the_loss_of_each_row_takes_fewer_matmuls_with_a_frozen_head(name: str, least: int) -> None:
+    made = make_problem(name, spec=LossSpec("none"))
+    for frozen, matmuls in ((False, 4), (True, least)):
         named, per_token = tensors(made)
         named["linear_weight"].requires_grad_(not frozen)
         with Meter() as meter:
@@ -96,8 +100,9 @@ def test_the_loss_of_each_row_takes_two_matmuls_with_a_frozen_head() -> None:
         assert len(meter.matmuls) == matmuls
 
 
-def test_the_workspace_is_within_the_budget() -> None:
-    made = make_problem("grpo-k3", "bfloat16", (257,), d=32)
+@pytest.mark.parametrize("name", ["grpo-k3", "grpo-k2-entropy"])
+def test_the_workspace_is_within_the_budget(name: str) -> None:
+    made = make_problem(name, "bfloat16", (257,), d=32)
     least = least_budget(lambda budget: outputs(made, memory_budget=budget))
     for budget in (least, 3 * least):
         named, per_token = tensors(made)
@@ -109,9 +114,11 @@ def test_the_workspace_is_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize("frozen", [("input",), ("linear_weight",), ("input", "linear_weight"), ("per_token",)])
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_frozen_arguments_change_nothing_else(frozen: tuple[str, ...], dtype: str) -> None:
-    made = make_problem("ppo_clip", dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*(("ppo_clip", dtype) for dtype in FLOAT_DTYPES), ("grpo-k2-entropy", "float16")]
+)
+def test_frozen_arguments_change_nothing_else(frozen: tuple[str, ...], name: str, dtype: str) -> None:
+    made = make_problem(name, dtype)
     want = gradients_of(made, ())
     found = gradients_of(made, frozen)
     for name, gradient in found.items():
@@ -128,9 +135,10 @@ def gradients_of(made: TokenProblem, frozen: tuple[str, ...]) -> dict[str, Any]:
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)) | {"loss": loss.detach()}
 
 
+@pytest.mark.parametrize("name", ["cispo", "custom-entropy"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_loss_without_gradients(reduction: Any) -> None:
-    made = make_problem("cispo", spec=LossSpec(reduction))
+def test_the_loss_without_gradients(reduction: Any, name: str) -> None:
+    made = make_problem(name, spec=LossSpec(reduction))
     named, per_token = tensors(made)
     with torch.no_grad():
         found = call(made, named, per_token)
@@ -141,13 +149,13 @@ def test_the_loss_without_gradients(reduction: Any) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("lead", [(0,), (0, 3)])
 def test_empty_batch(reduction: Any, lead: tuple[int, ...]) -> None:
-    assert_zero(make_problem("ppo_clip", lead=lead, spec=LossSpec(reduction), bias=True))
+    assert_zero(make_problem("grpo-k2-entropy", lead=lead, spec=LossSpec(reduction), bias=True))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_token_counts(reduction: Any, dtype: str) -> None:
-    made = make_problem("grpo-k3", dtype, spec=LossSpec(reduction), bias=True)
+    made = make_problem("grpo-k2-entropy", dtype, spec=LossSpec(reduction), bias=True)
     made.arrays["target"][:] = -100
     for array in (made.arrays["input"], *made.per_token):
         array[...] = torch.nan
@@ -163,17 +171,37 @@ def assert_zero(made: TokenProblem) -> None:
         assert (found == 0).all(), name
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_bonus_of_the_entropy_alone(reduction: Any) -> None:
+    """The gradient of the logits is that of `linear_log_probs`, and a row without a derivative has none."""
+    arrays: Any = problem(bias=False, dtype=torch.float32)
+    x, w, y = arrays["input"], arrays["linear_weight"], arrays["target"]
+    weight = torch.linspace(-1, 1, 12).index_fill(0, torch.tensor([4]), 0.0)
+
+    def token_loss(log_prob: Tensor, entropy: Tensor, weight: Tensor) -> Tensor:
+        return weight * entropy
+
+    options: Any = {"with_entropy": True, "reduction": reduction}
+    found = torch.autograd.grad(core_triton.linear_token_loss(x, w, y, token_loss, weight, **options).mean(), (x, w))
+    want = torch.autograd.grad((weight * core_triton.linear_log_probs(x, w, y).entropy).mean(), (x, w))
+    torch.testing.assert_close(found, want)
+    assert (found[0][4] == 0).all()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_target_that_is_not_a_class_gives_nan_whatever_the_token_loss_returns(reduction: Any) -> None:
+def test_a_target_that_is_not_a_class_gives_nan_whatever_the_token_loss_returns(
+    reduction: Any, with_entropy: bool
+) -> None:
     arrays: Any = problem(bias=False)
     arrays["target"][3] = 50
     u = torch.ones(12, requires_grad=True)
 
-    def token_loss(log_prob: Tensor, u: Tensor) -> Tensor:
-        return 0.0 * u * log_prob.nan_to_num(0.0)
+    def token_loss(log_prob: Tensor, *others: Tensor) -> Tensor:
+        return 0.0 * others[-1] * log_prob.nan_to_num(0.0)
 
     x, w, y = arrays["input"], arrays["linear_weight"], arrays["target"]
-    loss = core_triton.linear_token_loss(x, w, y, token_loss, u, reduction=reduction)
+    loss = core_triton.linear_token_loss(x, w, y, token_loss, u, reduction=reduction, with_entropy=with_entropy)
     d_input, d_weight, d_u = torch.autograd.grad(loss.sum(), (x, w, u))
     assert loss.isnan().sum() == 1
     assert torch.equal(d_input.isnan().any(1), torch.arange(12) == 3)
@@ -207,10 +235,12 @@ def stats_of(made: TokenProblem, **options: Any) -> core_triton.TokenStats:
     return core_triton.linear_token_loss_with_stats(*arguments, **named, **spec, **options)[1]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("loss", "reduction"), [("ppo_clip", "mean"), ("ppo_clip", "none"), ("grpo-k2-entropy", "none")]
+)
 @pytest.mark.parametrize("name", TOKEN_STATS)
-def test_each_statistic_alone_is_as_among_all(name: str, reduction: Any) -> None:
-    made = make_problem("ppo_clip", "bfloat16", spec=LossSpec(reduction, softcap=3.0), token_weight=True)
+def test_each_statistic_alone_is_as_among_all(name: str, loss: str, reduction: Any) -> None:
+    made = make_problem(loss, "bfloat16", spec=LossSpec(reduction, softcap=3.0), token_weight=True)
     alone, found = stats_of(made, stats=[name])._asdict(), stats_of(made)._asdict()
     assert torch.equal(alone.pop(name), found[name])
     assert set(alone.values()) == {None}
@@ -264,6 +294,17 @@ def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(dtype: str) -> None
         stats = stats_of(made._replace(spec=LossSpec(reduction)))
         assert stats.log_prob is not None
         assert torch.equal(stats.log_prob[counts], want.log_prob[counts])
+
+
+def test_statistics_of_a_loss_of_the_entropy() -> None:
+    made = make_problem("grpo-k2-entropy", "bfloat16", token_weight=True)
+    for reduction in ("mean", "none"):
+        stats = stats_of(made._replace(spec=LossSpec(reduction)))
+        want = stats_of(make_problem("grpo-k3", "bfloat16", token_weight=True))
+        for one, other in zip(stats, want, strict=True):
+            assert one is not None
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+            assert not one.requires_grad
 
 
 def test_statistics_take_no_matmul() -> None:
@@ -348,7 +389,7 @@ def _fresh_compiler() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("name", ["ppo_clip", "grpo-k3"])
+@pytest.mark.parametrize("name", ["ppo_clip", "grpo-k2-entropy"])
 @pytest.mark.parametrize(("reduction", "dtype"), [("mean", "float16"), ("sum", "bfloat16"), ("none", "float32")])
 def test_a_named_loss_compiles_without_graph_breaks(name: str, reduction: Any, dtype: str) -> None:
     made = make_problem(name, dtype, spec=LossSpec(reduction), bias=True, token_weight=True)
@@ -368,15 +409,18 @@ def test_a_named_loss_compiles_without_graph_breaks(name: str, reduction: Any, d
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_statistics_compile_without_graph_breaks(reduction: Any) -> None:
+@pytest.mark.parametrize(
+    ("reduction", "token_loss"), [("mean", PPO), ("none", PPO), ("none", token_losses.ppo_clip(entropy_weight=0.1))]
+)
+def test_statistics_compile_without_graph_breaks(reduction: Any, token_loss: Any) -> None:
     made = make_problem("ppo_clip", "bfloat16", spec=LossSpec(reduction))
     named, per_token = tensors(made)
     names = ("log_prob", "entropy", "argmax", "is_top1")
 
     def function(named: dict[str, Any], per_token: list[Any]) -> tuple[Tensor, core_triton.TokenStats]:
         x, w, y = named.values()
-        return core_triton.linear_token_loss_with_stats(x, w, y, PPO, *per_token, reduction=reduction, stats=names)
+        options: Any = {"reduction": reduction, "stats": names}
+        return core_triton.linear_token_loss_with_stats(x, w, y, token_loss, *per_token, **options)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     (want, want_stats), (found, stats) = function(named, per_token), compiled(named, per_token)
@@ -431,13 +475,14 @@ def test_another_function_breaks_the_graph() -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("stats", [[False] * 7, [True] * 7, [False, True, False, True, True, False, False]])
 def test_opcheck(stats: list[bool]) -> None:
-    made = make_problem("grpo-k3", "float16", d=8, v=50, token_weight=True)
+    made = make_problem("grpo-k2-entropy", "float16", d=8, v=50, token_weight=True)
     named, per_token = tensors(made)
     arrays = named["input"].detach().nan_to_num().requires_grad_(), named["linear_weight"], None, named["target"], None
-    options = True, -100, 0.0, 0.0, None, 1.0, 50, 2**20, "chunked", False, 0
+    options = True, -100, 0.0, 0.0, None, 1.0, 50, 2**20, "chunked", False, 0, False
     per_token = [one.detach().nan_to_num().requires_grad_() for one in per_token]
     loss = made.token_loss
-    rest = loss.name, list(loss.parameters), loss.kl, per_token, True, True, False, [True, False, True], stats
+    of_loss = loss.name, list(loss.parameters), loss.kl, loss.entropy_weight
+    rest = *of_loss, per_token, True, True, False, [True, False, True], stats
     torch.library.opcheck(
         torch.ops.linear_ce.token_loss.default,
         (*arrays, named["token_weight"], None, *options, *rest),
@@ -458,6 +503,8 @@ def test_named_losses_are_values() -> None:
     assert token_losses.cispo() == token_losses.cispo(1.0, 0.28)
     assert token_losses.grpo() == token_losses.grpo(0.2, 0.2, 0.0, "k3")
     assert token_losses.grpo().per_token == ("advantage", "old_log_prob")
+    assert token_losses.grpo(entropy_weight=0.1) != token_losses.grpo()
+    assert token_losses.grpo(entropy_weight=0.1).per_token == token_losses.grpo().per_token
     assert token_losses.grpo(beta=0.1).per_token == ("advantage", "old_log_prob", "ref_log_prob")
 
 
@@ -508,6 +555,7 @@ NOT_A_LOSS: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
     "integers": (PPO, (ONES, ONES.long()), TypeError, r"per_token\[1\] must have a floating-point dtype, got int64"),
     "list": (PPO, (ONES, [0.0] * 12), TypeError, r"per_token\[1\] must be a Tensor, got list"),
     "meta": (PPO, (ONES, ONES.to("meta")), ValueError, r"per_token\[1\] must be on target's device cpu, got meta"),
+    "no entropy": (lambda p, h: p - h, (), RuntimeError, r"token_loss raised TypeError: .* missing 1 required .*'h'"),
     "number of": (
         PPO,
         (ONES,),
@@ -525,6 +573,22 @@ def test_what_is_not_a_token_loss_is_refused(
     arrays = problem(bias=False)
     with pytest.raises(kind, match=message):
         core_triton.linear_token_loss(*arrays.values(), token_loss, *per_token, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("token_loss", "value", "kind", "message"),
+    [
+        (torch.neg, 1, TypeError, "with_entropy must be a bool, got int"),
+        (torch.neg, None, TypeError, "with_entropy must be a bool, got NoneType"),
+        (token_losses.ppo_clip(), True, ValueError, "with_entropy must be False for token_losses.ppo_clip without "),
+    ],
+)
+def test_with_entropy_is_checked(token_loss: Any, value: Any, kind: type[Exception], message: str) -> None:
+    arrays: Any = problem(bias=False)
+    with pytest.raises(kind, match=message):
+        core_triton.linear_token_loss(*arrays.values(), token_loss, with_entropy=value)
+    with pytest.raises(kind, match=message):
+        core_triton.check_token_loss(token_loss, torch.ones(3), torch.ones(3), with_entropy=value)
 
 
 def test_the_exception_of_a_token_loss_is_the_cause() -> None:
@@ -638,10 +702,20 @@ def _order(log_prob: Tensor, advantage: Tensor) -> Tensor:
     return -advantage * log_prob * torch.arange(len(log_prob), device=log_prob.device)
 
 
+def _mean_entropy(log_prob: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
+    return -advantage * log_prob - (entropy - entropy.mean())
+
+
+def _derivative_of_the_mean_entropy(log_prob: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
+    return -advantage * log_prob + (entropy.mean() - entropy.mean().detach())
+
+
 def test_check_token_loss_accepts_what_is_elementwise() -> None:
     for name in (token_losses.ppo_clip(), token_losses.cispo(), token_losses.grpo(beta=0.1)):
         core_triton.check_token_loss(name, *(torch.randn(3, 4) for _ in name.per_token))
     core_triton.check_token_loss(lambda log_prob: log_prob.exp())
+    core_triton.check_token_loss(lambda log_prob, entropy: log_prob - entropy.exp(), with_entropy=True)
+    core_triton.check_token_loss(token_losses.ppo_clip(entropy_weight=-0.1), torch.randn(6), torch.randn(6))
     core_triton.check_token_loss(lambda log_prob, a: log_prob * (0 * a).log(), torch.randn(6))  # NaN and infinities
 
 
@@ -650,12 +724,16 @@ def test_check_token_loss_accepts_what_is_elementwise() -> None:
     [
         (_mean, r"loss of token \d+ is [-.\de]+ with all tokens and [-.\de]+ without the first half"),
         (_derivative_of_the_mean, r"derivative with respect to log_prob of token \d+"),
+        (_mean_entropy, r"loss of token \d+ is [-.\de]+ with all tokens and [-.\de]+ without the first half"),
+        (_derivative_of_the_mean_entropy, r"derivative with respect to entropy of token \d+"),
         (_order, r"loss of token \d+ is [-.\de]+ with all tokens and [-.\de]+ in reverse order"),
     ],
 )
 def test_check_token_loss_finds_what_is_not(token_loss: Any, message: str) -> None:
+    with_entropy = "entropy" in token_loss.__name__
+    values = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=message):
-        core_triton.check_token_loss(token_loss, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+        core_triton.check_token_loss(token_loss, values, with_entropy=with_entropy)
 
 
 def test_check_token_loss_needs_two_tokens() -> None:

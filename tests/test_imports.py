@@ -134,7 +134,7 @@ def test_files_are_short(package: str) -> None:
 KERNELS = (
     *("hopper_common.py", "hopper_logits.py", "hopper_gradients.py"),
     *("ampere_common.py", "ampere_logits.py", "ampere_gradients.py"),
-    *("kernels.py", "row_kernels.py", "input_grad.py", "target_grad.py", "launch.py"),
+    *("kernels.py", "row_kernels.py", "input_grad.py", "target_grad.py", "launch.py", "float16.py"),
 )
 
 # Public functions and classes that only one framework needs, with the reason.

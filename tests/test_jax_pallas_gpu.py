@@ -264,26 +264,39 @@ def gradients_of_rows_and_losses_alone() -> None:
 
 @checked
 def token_loss_in_three_chunks() -> None:
+    check_token_loss("ppo_clip", "scaled_exp")
+
+
+@checked
+def token_loss_of_the_entropy_in_three_chunks() -> None:
+    check_token_loss("grpo-k2-entropy", "recompute")
+
+
+def check_token_loss(name: str, path: str) -> None:
     x, w, y = drawn(900, 128, 1000)
     y = y.at[::7].set(-100)
     counted = np.asarray(y != -100)
     exact_x, exact_w = (np.asarray(array.astype(jnp.float32)) for array in (x, w))
-    log_prob = reference_log_probs(exact_x, exact_w, np.asarray(y)).log_prob
-    random = np.random.default_rng(0)
-    advantage, old = random.choice([-1.0, 0.5], 900), log_prob + random.normal(0, 0.3, 900)
-    losses, slopes = FORMS["ppo_clip"](log_prob, advantage, old)
+    of_rows, form = reference_log_probs(exact_x, exact_w, np.asarray(y)), FORMS[name]
+    log_prob, random = of_rows.log_prob, np.random.default_rng(0)
+    drawn_values = random.choice([-1.0, 0.5], 900), *(log_prob + random.normal(0, 0.3, (2, 900)))
+    values = drawn_values[: len(form.per_token)]
+    losses, slopes = form(log_prob, *[of_rows.entropy] * form.with_entropy, *values)
     d_log_prob, *d_per_token = (np.where(counted, slope, 0) / counted.sum() for slope in slopes)
-    want = reference_log_probs(exact_x, exact_w, np.asarray(y), d_log_prob=d_log_prob)
+    d_entropy = d_per_token.pop(0) if form.with_entropy else None
+    want = reference_log_probs(exact_x, exact_w, np.asarray(y), d_log_prob=d_log_prob, d_entropy=d_entropy)
 
     def mean(x: Array, w: Array, *per_token: Array) -> Array:
         return linear_token_loss(x, w, y, token_loss, *per_token, **options)
 
-    token_loss = FORMS["ppo_clip"].named(token_losses)
+    token_loss = form.named(token_losses)
     options: dict[str, Any] = {"implementation": IMPLEMENTATION, "memory_budget": 2**20}
-    plan = explain(x, w, **options).plan
-    assert (plan.path, -(-900 // plan.chunks.rows)) == ("scaled_exp", 3)
-    per_token = [jnp.asarray(np.where(counted, values, np.nan), jnp.float32) for values in (advantage, old)]
-    value, found = jax.jit(jax.value_and_grad(mean, argnums=(0, 1, 2, 3)))(x, w, *per_token)
+    plan = explain(x, w, with_entropy=form.with_entropy, **options).plan
+    assert plan.path == path
+    assert -(-900 // plan.chunks.rows) >= 3
+    per_token = [jnp.asarray(np.where(counted, one, np.nan), jnp.float32) for one in values]
+    arguments = tuple(range(2 + len(per_token)))
+    value, found = jax.jit(jax.value_and_grad(mean, argnums=arguments))(x, w, *per_token)
     assert_close(value, losses[counted].mean(), 1e-4)
     assert_close(found[:2], (want.d_input, want.d_weight))
     assert_close(found[2:], d_per_token, 1e-4)

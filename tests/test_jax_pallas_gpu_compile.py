@@ -188,6 +188,15 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("shape", "axis"), [(QWEN, 0), (LLAMA, 1)])
+def test_float16_compiles_and_fits(shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
+    found = compile_all([("float16", 8192, *shape, axis)], "h200", "mosaic", tmp_path)
+    check(found, {"float16": DEFAULT_MEMORY_BUDGET})
+    names = ("exponentials", "statistics", "d_weight", "d_input")
+    check_kernels(tmp_path, *names, *(f"{name}_kernel" for name in ("pick", "repair", "finish_rows", "align")))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "axis"), [(LLAMA, 0), (LLAMA, 1), ((768, 50257), 0)])  # the last recomputes logits
 def test_grad_into_makes_no_second_float32_head(shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
     check(
@@ -214,6 +223,13 @@ def test_a_token_loss_launches_little_more_and_fits(shape: tuple[int, int]) -> N
     check([found], {"token_loss": DEFAULT_MEMORY_BUDGET})
     # For each of up to five chunks: the losses of rows, the token loss with its gradients, and copies of row numbers.
     assert found["launches"] <= plain["launches"] + 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
+def test_a_loss_of_the_entropy_fits(implementation: str, target: str) -> None:
+    found = compile_all([("token_entropy", 8192, *QWEN, 0)], target, implementation)
+    check(found, {"token_entropy": DEFAULT_MEMORY_BUDGET})
 
 
 @pytest.mark.slow

@@ -112,6 +112,9 @@ def test_explain_names_the_matmuls() -> None:
     assert "matmuls: logits high, logits low, d_weight by our kernels; d_input high, d_input low by XLA" in explained
     explained = str(jax_pallas.explain(*arrays, head_precision="float32", device="a100"))
     assert "path: scaled_exp" in explained
+    of_entropy = jax_pallas.explain(*arrays, head_precision="float32", device="h200", with_entropy=True).plan.matmuls
+    of_losses = "logits high of the losses", "logits low of the losses"
+    assert of_entropy == (*of_losses, "logits high", "logits low", "d_input high", "d_input low", "d_weight")
     # TMA adds to float32 rows in tiles of 8.
     arrays = x, jax.ShapeDtypeStruct((128257, 4096), jnp.float32)
     assert "path: recompute" in str(jax_pallas.explain(*arrays, head_precision="float32", device="h200"))

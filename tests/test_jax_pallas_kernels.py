@@ -21,7 +21,7 @@ from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
 from jax_pallas.row_kernels import CallRows
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import ENTROPY, MAX, OF_LOGITS
+from linear_ce.statistics import BY_ROW, ENTROPY, MAX, OF_LOGITS
 
 HERE = Path(__file__).parent
 COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
@@ -173,10 +173,11 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
     ours = CallProblem(problem.x, problem.w, None, of_rows, of_rows, None, spec, case.classes)
 
     @jax.jit
-    def run(flag: jax.Array) -> Any:
+    def run(flag: jax.Array, total: jax.Array | None = None) -> Any:
         sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16) if stores else None
         place = jnp.asarray([first_row, first_flag, START, ROWS], jnp.int32)
-        return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens, OF_LOGITS)
+        statistics = OF_LOGITS if total is None else OF_LOGITS | BY_ROW
+        return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens, total, statistics)
 
     rows, e, repaired = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
     ref_exponent = np.floor(problem.logits.max(1) * LOG2_E)
@@ -194,6 +195,12 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
         assert_close("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
         _, e, _ = run(jnp.asarray([1, 1, 1, 0, 1, 1], jnp.int32))
         assert (e == 7).all(), "the chunk's first flag must hold for all of its blocks"
+        lost = np.isin(np.arange(ROWS), (130, 135, 140))
+        total = jnp.where(lost, jnp.asarray([2.0**50, 2.0**-50, jnp.nan])[jnp.arange(ROWS) // 5 % 3], 1.0)
+        _, by_row, repaired = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32), total)
+        assert (by_row[~lost] == 7).all(), "the row of a block that is not repaired does not keep its exponentials"
+        assert_close("e", by_row[lost, : case.classes], (expected * problem.slope)[lost], 2.0**-8)
+        assert repaired.sums.shape[1] % 128 == 0, "the alignment of sums depends on the number of rows"
 
 
 @pytest.mark.parametrize("segment", [target_grad.SEGMENT, 256])
@@ -397,7 +404,7 @@ def test_kernels_compile_and_fit(target: str) -> None:
 def test_kernels_with_options_compile_and_fit() -> None:
     capped = {"shape": "gemma", "dtype": "bfloat16", "vocab_axis": 1, "options": True, "softcap": 30.0}
     exact = {"shape": "small", "dtype": "float32", "functions": ["exponentials"]}
-    check(compile_all("a100", [{**capped, "functions": ["repair", "finish_rows", "d_logits"]}, exact]))
+    check(compile_all("a100", [{**capped, "functions": ["repair", "repair_by_row", "finish_rows", "d_logits"]}, exact]))
 
 
 @SLOW
@@ -416,7 +423,7 @@ def test_kernels_of_more_shapes_compile_and_fit(target: str, dtype: str) -> None
             (1, True, 30.0),
         )
     ]
-    check(compile_all(target, [{**program, "functions": FUNCTIONS} for program in every]))
+    check(compile_all(target, [{**program, "functions": (*FUNCTIONS, "repair_by_row")} for program in every]))
 
 
 def compile_one(
@@ -451,9 +458,10 @@ def compile_one(
         spec = LossSpec("sum", softcap=softcap)
         return CallProblem(x, w, bias, of_rows, of_rows, class_weight, spec, v, vocab_axis=vocab_axis)
 
-    def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any) -> Any:
+    def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any, total: Any) -> Any:
         ours = call_problem(x, w, bias)
-        return kernels.repair(ours, x, rows, place, n, e, OF_LOGITS * options)
+        statistics = BY_ROW if function == "repair_by_row" else OF_LOGITS * options
+        return kernels.repair(ours, x, rows, place, n, e, total, statistics)
 
     def exponentials(*arrays: Any) -> Any:
         return kernels.exponentials(*arrays, **stores)
@@ -493,7 +501,8 @@ def compile_one(
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
         "exponentials": (exponentials, (x, w, classes, row, index, scalar), ()),
         "sums": (exponentials, (x, w, classes, row, index, scalar), ()),
-        "repair": (repair, (x, w, classes, rows, place, e), (3, 5)),
+        "repair": (repair, (x, w, classes, rows, place, e, None), (3, 5)),
+        "repair_by_row": (repair, (x, w, classes, rows, place, e, row), (3, 5)),
         "pick": (pick, (x, w, classes, targets, of_call), ()),
         "join_blocks": (join_blocks, (rows, place, blocks, tops), (0,)),
         "finish_rows": (finish_rows, (x, w, rows, place, e, found, joined, repaired, classes), (0, 2, 4)),

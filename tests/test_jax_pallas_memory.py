@@ -12,6 +12,8 @@ import pytest
 from assertions import least_budget
 from jax_problem import ARGUMENTS, FUNCTIONS, gradients, total
 
+from jax_pallas import linear_token_loss, token_losses
+
 SHAPES = ((1, 8, 50), (3, 64, 501), (257, 32, 300), (2000, 64, 1001))  # N, D, V
 
 
@@ -75,6 +77,22 @@ def test_many_tokens_within_budget(function: str) -> None:
     arrays = shapes_of(65536, 4, 70)
     least = least_budget(lambda budget: program(function, arrays, budget, ARGUMENTS))
     assert_within(function, arrays, 2 * least, ARGUMENTS)
+
+
+def test_a_loss_of_the_entropy_within_budget() -> None:
+    arrays = shapes_of(257, 32, 300)
+
+    def compiled(budget: int) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            function = token_losses.weighted_nll(entropy_weight=0.1)
+            return linear_token_loss(x, w, arrays["target"], function, jnp.ones(257), memory_budget=budget)
+
+        return jax.jit(jax.grad(loss, (0, 1))).lower(arrays["input"], arrays["linear_weight"]).compile()
+
+    arrays["target"] = jnp.zeros(257, jnp.int32)
+    least = least_budget(compiled)
+    for budget in (least, 5 * least):
+        assert compiled(budget).memory_analysis().temp_size_in_bytes <= budget
 
 
 @pytest.mark.parametrize("function", ["mean", "none"])

@@ -61,12 +61,14 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"stage": "gradients", "vocab_axis": 1, "classes": 151930}, "recompute", False),
         ({"stage": "row_gradients"}, "scaled_exp", True),
         ({"stage": "row_gradients", "label_smoothing": 0.5}, "recompute", True),
-        ({"stage": "row_gradients", "dtype": "float16"}, "recompute", False),
+        ({"stage": "row_gradients", "dtype": "float16"}, "scaled_exp", True),
         ({"stage": "row_gradients", "memory_budget": 2**26}, "recompute", True),  # chunks of few rows
         ({"stage": "row_gradients", "memory_budget": 2**22}, "recompute", True),  # no chunk of exponentials fits
         ({"stage": "row_gradients", "memory_budget": 2**26, "n": 100}, "scaled_exp", True),  # all rows
         ({"stage": "row_gradients", "implementation": "chunked"}, "chunked", False),
-        ({"dtype": "float16"}, "recompute", False),
+        ({"dtype": "float16"}, "scaled_exp", True),
+        ({"dtype": "float16", "label_smoothing": 0.1}, "recompute", False),
+        ({"dtype": "float16", "implementation": "pallas_triton", "device": AMPERE}, "recompute", False),
         ({"head": "float32"}, "recompute", False),
         ({"label_smoothing": 0.1}, "scaled_exp", True),
         ({"label_smoothing": 0.1, "softcap": True}, "recompute", True),
@@ -165,7 +167,8 @@ def test_a_smaller_gpu_cuts_fewer_tiles_of_d_input() -> None:
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
-    for stage, name in itertools.product(("loss_and_gradients", "gradients"), (*launch.NAMES, "chunked")):
+    stages = "loss_and_gradients", "entropy_loss_and_gradients", "gradients"
+    for stage, name in itertools.product(stages, (*launch.NAMES, "chunked")):
         with pytest.raises(ValueError, match="memory_budget must be at least"):
             plan(stage=stage, implementation=name, memory_budget=2**10)
 
@@ -187,6 +190,31 @@ def test_explain_prints_the_plan() -> None:
         explain(x, w, memory_budget=100)
     with pytest.raises(ValueError, match="linear_weight must have shape"):
         explain(x, w.T)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "options", "path", "matmuls"),
+    [
+        (jnp.bfloat16, {"device": "h100"}, "recompute", 4),
+        (jnp.bfloat16, {"device": "a100"}, "recompute", 4),
+        (jnp.float16, {"device": "h100"}, "recompute", 4),
+        (jnp.float32, {"device": "h100"}, "chunked", 3),
+        (jnp.bfloat16, {}, "chunked", 3),
+    ],
+)
+def test_the_matmuls_of_a_loss_of_the_entropy(
+    dtype: Any, options: dict[str, Any], path: str, matmuls: int, reduction: Any
+) -> None:
+    x, w = (jnp.empty((rows, 896), dtype) for rows in (256, 1536))
+    explained = explain(x, w, reduction=reduction, with_entropy=True, **options)
+    assert explained.plan.path == path
+    assert len(explained.plan.matmuls) == (4 if reduction == "none" else matmuls)
+    assert ("logits of the losses" in str(explained)) == (reduction == "none" or matmuls == 4)
+    with pytest.raises(ValueError, match="saved_budget must be 0 with with_entropy"):
+        explain(x, w, reduction="none", saved_budget=2**20, with_entropy=True)
+    with pytest.raises(TypeError, match="with_entropy must be a bool, got float"):
+        explain(x, w, with_entropy=0.1)  # pyright: ignore[reportArgumentType]
 
 
 def shape(*sizes: int) -> Any:

@@ -163,7 +163,11 @@ def test_memory_is_within_both_budgets(function: str, n: int) -> None:
 
 @pytest.mark.parametrize(
     ("function", "implementation"),
-    [("none", "chunked"), pytest.param("log_probs", "chunked", marks=pytest.mark.slow), ("none", "pallas_triton")],
+    [
+        ("none", "chunked"),
+        pytest.param("log_probs", "chunked", marks=pytest.mark.slow),
+        pytest.param("none", "pallas_triton", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_do_not_count_change_nothing(function: str, implementation: str) -> None:
     """An ignored row under an upstream gradient of NaN, and a row of NaN and one without a class under one of 0."""

@@ -19,6 +19,7 @@ from reductions import additions_in_l2  # noqa: F401
 
 from jax_pallas import (
     chunked,
+    float16,
     hopper_common,
     hopper_gradients,
     hopper_logits,
@@ -195,6 +196,40 @@ def test_split_head(n: int, v: int, classes: int, vocab_axis: int, adds: bool, m
         gradients = gradients._replace(d_weight=gradients.d_weight - into)
     assert_close(gradients, exact_gradients)
     assert not jnp.any(jnp.moveaxis(jnp.asarray(gradients.d_weight), vocab_axis, 0)[classes:])  # padding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("vocab_axis", "deviation", "options"), [(0, 0.3, OPTIONS), (1, 2.0, {}), (0, 8.0, {}), (0, 60.0, {})]
+)
+def test_float16(vocab_axis: int, deviation: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks, whose gradients carry powers of two. With a large deviation rows are shifted or computed again."""
+    n, rows = 60, 32
+    interpret(monkeypatch)
+    monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
+    ours = problem(n, 64, 640, 600, vocab_axis, options)
+    names = ("input", "linear_weight", "linear_bias")
+    ours = replace(ours, **{name: getattr(ours, name).astype(jnp.float16) for name in names})
+    ours = replace(ours, linear_weight=ours.linear_weight * jnp.float16(deviation / 0.3 / 8))
+    plan = plan_of(planned(ours, "loss_and_gradients", "mosaic", EVERYTHING))
+    assert plan.path == "scaled_exp"
+    assert plan.fits_float16
+    ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, n - rows, 640, 2**20, 0)))
+    fitted: list[float16.Fitted] = []
+    fit = float16.fit
+    monkeypatch.setattr(float16, "fit", lambda *a, **k: fitted.append(fit(*a, **k)) or fitted[-1])
+    scales = jnp.float32(64.0), jnp.float32(8.0)
+    loss, _, (d_input, *of_head) = scaled_exp.scaled_exp(ours, EVERYTHING, statistics=0, scales=scales)
+    want, _, exact = chunked.loss_and_gradients(
+        *by_xla(in_float32(ours), "loss_and_gradients", EVERYTHING), EVERYTHING, None, 0
+    )
+    np.testing.assert_allclose(loss, want, rtol=2e-6, atol=1e-7)
+    assert d_input is not None
+    found = [d_input.astype(jnp.float32) / 64, *(one.astype(jnp.float32) / 8 for one in of_head if one is not None)]
+    assert_close(Gradients(*found), exact, 6e-4)
+    assert len(fitted) == 2
+    for one in fitted:
+        assert jnp.isfinite(one.e.astype(jnp.float32)).all()
 
 
 @pytest.mark.slow

@@ -130,18 +130,22 @@ def check_plain_jit(function: str) -> None:
 
 
 def check_token_loss(reduction: Any, check_vma: bool, closes: str) -> None:
-    """Closes over a learned scalar that is the same on all devices, or that each device computes from its rows."""
+    """Closes over a learned scalar that is the same on all devices, or that each device computes from its rows. Or it
+    takes the entropies."""
     arrays = problem(48, 8, 50)
     advantage, mesh = jnp.linspace(-1.0, 2.0, 48), jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 
     def loss(arrays: dict[str, Any], advantage: Array, factor: Array) -> Array:
         rows = arrays["input"].mean() if closes == "rows" else 1.0
 
-        def token_loss(log_prob: Array, advantage: Array) -> Array:
-            return jnp.where(advantage > 0, -advantage * log_prob * factor * rows, 0.1 * log_prob)
+        def token_loss(log_prob: Array, *others: Array) -> Array:
+            *entropy, advantage = others
+            losses = jnp.where(advantage > 0, -advantage * log_prob * factor * rows, 0.1 * log_prob)
+            return losses - 0.1 * factor * jnp.square(entropy[0]) if entropy else losses
 
         x, w, y, b = (arrays[name] for name in ("input", "linear_weight", "target", "linear_bias"))
         options: dict[str, Any] = {"normalizer": 48.0} if reduction == "mean" else {"reduction": reduction}
+        options["with_entropy"] = closes == "entropy"
         return linear_token_loss(x, w, y, token_loss, advantage, linear_bias=b, **options).sum()
 
     def value(arrays: dict[str, Any], *others: Array) -> Any:
@@ -230,6 +234,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "token loss": partial(check_token_loss, "mean", True, "factor"),
     "token loss, none": partial(check_token_loss, "none", True, "factor"),
     "token loss, rows": partial(check_token_loss, "mean", True, "rows"),
+    "token loss, entropy": partial(check_token_loss, "mean", True, "entropy"),
+    "token loss, none, entropy": partial(check_token_loss, "none", True, "entropy"),
     "token loss, unchecked": partial(check_token_loss, "mean", False, "factor"),
     "token loss, refused": check_token_loss_of_rows_with_derivatives_of_its_own,
     "token loss, explicit axes": check_token_loss_under_explicit_axes,
@@ -256,6 +262,7 @@ SLOW = (
     "sum, checked",
     "none, checked",
     "log_probs, checked",
+    "token loss, none, entropy",
     "mean, unchecked",
     "mean, plain jit",
     "replicated, kernels",

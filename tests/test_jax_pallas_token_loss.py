@@ -50,10 +50,20 @@ def focal_of_jax(log_prob: Array, gamma: Array) -> Array:
     return -((-jnp.expm1(log_prob)) ** gamma) * log_prob
 
 
+def focal_with_entropy(log_prob: np.ndarray, entropy: np.ndarray, gamma: np.ndarray) -> Values:
+    (loss, (d_log_prob, d_gamma)), t, p = focal(log_prob, gamma), np.tanh(entropy / 4), np.exp(log_prob / 8)
+    return loss - gamma * t * p, (d_log_prob - gamma * t * p / 8, gamma * (t**2 - 1) / 4 * p, d_gamma - t * p)
+
+
+def focal_with_entropy_of_jax(log_prob: Array, entropy: Array, gamma: Array) -> Array:
+    return focal_of_jax(log_prob, gamma) - gamma * jnp.tanh(entropy / 4) * jnp.exp(log_prob / 8)
+
+
 # What a call passes, and what it is compared with.
 LOSSES: dict[str, tuple[Callable[..., Array], Form]] = {
     **{name: (form.named(token_losses), form) for name, form in FORMS.items()},
     "focal": (focal_of_jax, Form(focal, ("gamma",), {})),
+    "focal-entropy": (focal_with_entropy_of_jax, Form(focal_with_entropy, ("gamma",), {}, with_entropy=True)),
 }
 
 IGNORED, EXCLUDED = slice(5, None, 9), slice(3, None, 7)  # rows with target ignore_index, rows with token_weight 0
@@ -85,23 +95,29 @@ class Call:
         # Near the log-probabilities, so that some ratios are clipped. Advantages have both signs, gamma is above 1.
         log_prob = np.where(self.contributes, self.reference().log_prob, 0.0)
         random = np.random.default_rng(1)
-        first = random.uniform(1, 2, self.n) * (1 if self.loss == "focal" else random.choice([-1, 1], self.n))
+        first = random.uniform(1, 2, self.n) * (1 if "focal" in self.loss else random.choice([-1, 1], self.n))
         drawn = [first, *(log_prob + random.normal(0, 0.3, (2, self.n)))][: len(LOSSES[self.loss][1].per_token)]
         self.per_token = [jnp.asarray(np.where(self.contributes, values, np.nan), jnp.float32) for values in drawn]
 
-    def reference(self, d_log_prob: np.ndarray | None = None, arithmetic: Arithmetic = EXACT) -> Any:
+    def reference(
+        self,
+        d_log_prob: np.ndarray | None = None,
+        d_entropy: np.ndarray | None = None,
+        arithmetic: Arithmetic = EXACT,
+    ) -> Any:
         options = {name: value for name, value in self.options.items() if name not in ("reduction", "normalizer")}
         x, w, b = (np.asarray(self.arrays[name].astype(jnp.float32)) for name in NAMES)
         w, y = (w if self.vocab_axis == 0 else w.T), np.where(self.contributes, self.arrays["target"], -100)
         given = {"linear_bias": b, "spec": LossSpec(**options), "arithmetic": arithmetic}
-        return reference_log_probs(x, w, y, d_log_prob=d_log_prob, **given)
+        return reference_log_probs(x, w, y, d_log_prob=d_log_prob, d_entropy=d_entropy, **given)
 
     def expected(self, arithmetic: Arithmetic = EXACT) -> dict[str, np.ndarray]:
         """Returns the losses of the rows, the loss and all gradients."""
         real = arithmetic.real
         per_token = [np.where(self.contributes, values, 1).astype(real) for values in self.per_token]
-        log_prob = self.reference(arithmetic=arithmetic).log_prob
-        loss, slopes = LOSSES[self.loss][1](np.where(self.contributes, log_prob, -1).astype(real), *per_token)
+        found, form = self.reference(arithmetic=arithmetic), LOSSES[self.loss][1]
+        log_prob = np.where(self.contributes, found.log_prob, -1).astype(real)
+        loss, slopes = form(log_prob, *[found.entropy] * form.with_entropy, *per_token)
         reduction = self.options.get("reduction", "mean")
         counted = (np.asarray(self.arrays["target"]) != -100).sum()
         denominator = self.options.get("normalizer", counted) if reduction == "mean" else 1
@@ -109,8 +125,9 @@ class Call:
         # An upstream gradient for each row of "none": see `run`.
         upstream = weight * (np.arange(self.n) / 8 - 1).astype(real) if reduction == "none" else weight
         d_log_prob, *d_per_token = (np.where(self.contributes, upstream * slope, 0) for slope in slopes)
+        d_entropy = d_per_token.pop(0) if form.with_entropy else None
         losses = np.where(self.contributes, weight * loss, 0)
-        found = self.reference(d_log_prob, arithmetic)
+        found = self.reference(d_log_prob, d_entropy, arithmetic)
         named = {"d_input": found.d_input, "d_weight": found.d_weight, "d_bias": found.d_bias}
         named["loss"] = losses if reduction == "none" else losses.sum()
         named["magnitude"] = np.abs(losses).sum()
@@ -119,6 +136,7 @@ class Call:
     def run(self, **options: Any) -> dict[str, np.ndarray]:
         function = LOSSES[self.loss][0]
         given: dict[str, Any] = {**self.options, **options, "vocab_axis": self.vocab_axis}
+        given["with_entropy"] = LOSSES[self.loss][1].with_entropy and not isinstance(function, token_losses.Named)
 
         def value(chosen: list[Array], per_token: list[Array]) -> tuple[Array, Array]:
             x, w, b = chosen
@@ -153,28 +171,53 @@ CHUNKED = {"memory_budget": 2**15, "implementation": "chunked"}  # at least thre
 OPTIONS: dict[str, Any] = {"softcap": 3.0, "logit_scale": 0.7, "vocab_size": 290}
 
 
-@pytest.mark.parametrize("loss", ["focal", "reinforce"])  # the other named losses are cases of parity/cases.py
+@pytest.mark.parametrize(
+    "loss", ["focal", "focal-entropy", "reinforce"]
+)  # the other named losses are cases of parity/cases.py
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_losses(loss: str, reduction: str) -> None:
     Call(loss, options={"reduction": reduction}).check()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab_axis", "options"),
+    ("loss", "dtype", "vocab_axis", "options"),
     [
-        ("float32", 0, OPTIONS),
-        ("float32", 1, OPTIONS | {"reduction": "sum"}),
-        ("float32", 1, OPTIONS | {"reduction": "none"}),
-        ("bfloat16", 0, {"normalizer": 7.0}),
-        ("float16", 0, {"normalizer": 7.0}),
+        ("grpo-k3", "float32", 0, OPTIONS),
+        ("grpo-k3", "float32", 1, OPTIONS | {"reduction": "sum"}),
+        ("grpo-k3", "float32", 1, OPTIONS | {"reduction": "none"}),
+        ("grpo-k3", "bfloat16", 0, {"normalizer": 7.0}),
+        ("grpo-k3", "float16", 0, {"normalizer": 7.0}),
+        ("focal-entropy", "float32", 1, OPTIONS | {"reduction": "sum"}),
+        pytest.param("focal-entropy", "bfloat16", 0, OPTIONS | {"reduction": "none"}, marks=pytest.mark.slow),
+        ("focal-entropy", "float16", 0, {"normalizer": 7.0}),
     ],
     ids=str,
 )
-def test_options_in_chunks(dtype: str, vocab_axis: int, options: dict[str, Any]) -> None:
-    Call("grpo-k3", dtype=dtype, vocab_axis=vocab_axis, options=options).check(3.0, **CHUNKED)
+def test_options_in_chunks(loss: str, dtype: str, vocab_axis: int, options: dict[str, Any]) -> None:
+    given = CHUNKED | ({"memory_budget": 40_000} if loss == "focal-entropy" else {})  # which takes more
+    Call(loss, dtype=dtype, vocab_axis=vocab_axis, options=options).check(3.0, **given)
 
 
-@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "options", "vocab_axis"),
+    [
+        ("bfloat16", OPTIONS, 0),
+        pytest.param("bfloat16", {"reduction": "none"}, 1, marks=pytest.mark.slow),
+        ("float16", {}, 0),
+        pytest.param("float32", OPTIONS, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_a_loss_of_the_entropy(dtype: str, options: dict[str, Any], vocab_axis: int) -> None:
+    call = Call("focal-entropy", n=100, dtype=dtype, vocab_axis=vocab_axis, options=options)
+    given: dict[str, Any] = {"implementation": "pallas_triton", "memory_budget": 40_000}
+    of_call = {"vocab_axis": vocab_axis, "reduction": options.get("reduction", "mean"), "with_entropy": True}
+    plan = explain(call.arrays["input"], call.arrays["linear_weight"], **of_call, **given).plan
+    assert (plan.path, plan.matmuls[0]) == ("recompute", "logits of the losses")
+    assert plan.chunks.rows < 50
+    call.check(3.0, **given)
+
+
+@pytest.mark.parametrize("vocab_axis", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kernels_in_chunks(vocab_axis: int) -> None:
     """Runs the kernels of scaled exponentials in Pallas' interpreter."""
     call = Call("grpo-k3", n=150, v=128, dtype="bfloat16", vocab_axis=vocab_axis)
@@ -195,6 +238,10 @@ def scaled(log_prob: Array, advantage: Array) -> Array:
     return -advantage * log_prob + 0.1 * jnp.square(log_prob)
 
 
+def scaled_with_entropy(log_prob: Array, entropy: Array, advantage: Array) -> Array:
+    return scaled(log_prob, advantage) - advantage * jnp.square(entropy) * jnp.exp(log_prob / 4)
+
+
 def loss_of(arrays: dict[str, Any], **options: Any) -> Array:
     rest = {name: array for name, array in arrays.items() if name not in POSITIONAL}
     return linear_token_loss(*(arrays[name] for name in POSITIONAL[:-1]), *arrays["per_token"], **rest, **options)
@@ -203,12 +250,13 @@ def loss_of(arrays: dict[str, Any], **options: Any) -> Array:
 POSITIONAL = ("input", "linear_weight", "target", "token_loss", "per_token")
 
 
-def unfused_loss(arrays: dict[str, Any], reduction: str = "mean") -> Array:
+def unfused_loss(arrays: dict[str, Any], reduction: str = "mean", with_entropy: bool = False) -> Array:
     """Returns the loss from materialized logits. jax.grad differentiates it."""
     target, log_p = arrays["target"], jax.nn.log_softmax(arrays["input"] @ arrays["linear_weight"].T)
     valid = target != -100
     log_prob = jnp.take_along_axis(log_p, jnp.where(valid, target, 0)[..., None], -1)[..., 0]
-    losses = jnp.where(valid, arrays["token_loss"](log_prob, *arrays["per_token"]), 0.0)
+    entropy = [-(jnp.exp(log_p) * log_p).sum(-1)] * with_entropy
+    losses = jnp.where(valid, arrays["token_loss"](log_prob, *entropy, *arrays["per_token"]), 0.0)
     return losses if reduction == "none" else losses.sum() / jnp.maximum(valid.sum(), 1)
 
 
@@ -247,6 +295,28 @@ def test_gradients_that_are_not_needed_are_not_computed(names: tuple[str, ...], 
     traced = {name: arrays[name] for name in POSITIONAL if name != "token_loss"}
     count = matmuls_in(lambda traced: value(loss_of, arrays | traced), traced)
     assert count == MATMULS[names][reduction == "none"]
+
+
+@pytest.mark.parametrize(
+    ("names", "reduction", "count"),
+    [
+        (ARGUMENTS, "mean", 3),
+        (ARGUMENTS, "none", 4),
+        (("linear_weight",), "mean", 2),
+        (("input",), "none", 3),
+        (("per_token",), "mean", 1),
+    ],
+)
+def test_matmuls_of_a_loss_of_the_entropy(names: tuple[str, ...], reduction: Any, count: int) -> None:
+    arrays = simple() | {"token_loss": scaled_with_entropy}
+    tokens, options = jnp.arange(12.0), {"reduction": reduction, "with_entropy": True}
+
+    def value(loss: Callable[..., Array], arrays: dict[str, Any]) -> Any:
+        return gradients(lambda arrays: (loss(arrays, **options) * tokens).sum(), arrays, names)
+
+    assert_close(value(loss_of, arrays), value(unfused_loss, arrays))
+    traced = {name: arrays[name] for name in POSITIONAL if name != "token_loss"}
+    assert matmuls_in(lambda traced: value(loss_of, arrays | traced), traced) == count
 
 
 def test_leading_axes() -> None:
@@ -312,8 +382,15 @@ def test_rows_that_do_not_contribute_are_in_no_sum(reduction: Any) -> None:
     assert jnp.isfinite(d_a).all()
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), [("chunked", "float32"), ("pallas_triton", "bfloat16")])
-@pytest.mark.parametrize("bad", ["target", "input"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "bad"),
+    [
+        ("chunked", "float32", "target"),
+        ("chunked", "float32", "input"),
+        ("pallas_triton", "bfloat16", "input"),
+        pytest.param("pallas_triton", "bfloat16", "target", marks=pytest.mark.slow),
+    ],
+)
 def test_a_log_prob_that_is_nan_makes_the_row_nan(implementation: str, dtype: str, bad: str) -> None:
     """The target is not a class, or the input is NaN. The token loss does not propagate NaN."""
     arrays = simple() | problem(12, 8, 128, dtype=dtype, bias=False)
@@ -404,6 +481,7 @@ def test_named_losses_are_equal_and_hashable() -> None:
     assert token_losses.ppo_clip() == token_losses.ppo_clip(0.2, 0.2)
     assert token_losses.cispo() == token_losses.cispo(1.0, 0.28)
     assert token_losses.grpo() == token_losses.grpo(0.2, 0.2, 0.0, "k3")
+    assert token_losses.grpo() != token_losses.grpo(entropy_weight=0.1)
     assert len({token_losses.grpo(), token_losses.grpo(), token_losses.grpo(beta=0.1), token_losses.ppo_clip()}) == 3
     with pytest.raises(ValueError, match=r"kl must be one of 'k1', 'k2', 'k3', got 'k4'"):
         token_losses.reinforce(0.1, "k4")  # pyright: ignore[reportArgumentType]
@@ -422,6 +500,7 @@ def test_a_ratio_at_a_bound_is_not_clipped(low: float, high: float) -> None:
     [
         (lambda: token_losses.ppo_clip(-0.1), ValueError, "epsilon_low must not be negative, got -0.1"),
         (lambda: token_losses.grpo(beta=True), TypeError, "beta must be a Python number, got bool"),
+        (lambda: token_losses.cispo(entropy_weight=math.nan), ValueError, "entropy_weight must be finite, got nan"),
         (lambda: token_losses.cispo(epsilon_high=math.inf), ValueError, "epsilon_high must be finite"),
     ],
 )
@@ -433,6 +512,8 @@ def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:
 def test_check_token_loss() -> None:
     check_token_loss(token_losses.grpo(beta=0.1), *(jnp.ones((2, 6)) for _ in range(3)))
     check_token_loss(lambda log_prob: -log_prob)
+    check_token_loss(lambda log_prob, entropy: -log_prob - entropy, with_entropy=True)
+    check_token_loss(token_losses.weighted_nll(entropy_weight=-0.1), jnp.ones(12))
     with pytest.raises(ValueError, match="token_loss must be elementwise over tokens, got the operation reduce_sum"):
         check_token_loss(lambda log_prob, a: -(a - a.mean()) * log_prob, jnp.ones(12))
     shapes = "per_token[1] must have shape (3,) (per_token[0]'s shape), got (4,)"
@@ -543,12 +624,19 @@ def test_statistics_under_transformations() -> None:
             np.testing.assert_allclose(a[index], b, rtol=1e-5, atol=1e-6)
 
 
-def test_statistics_have_no_gradient() -> None:
-    arrays = simple()
-    gradient = jax.grad(lambda x: sum(a.sum() for a in stats_of(arrays | {"input": x}) if a is not None))(
-        arrays["input"]
-    )
-    assert not gradient.any()
+@pytest.mark.parametrize("options", [{}, {"with_entropy": True}, {"with_entropy": True, "reduction": "none"}])
+def test_statistics_have_no_gradient(options: dict[str, Any]) -> None:
+    arrays = simple() | ({"token_loss": scaled_with_entropy} if options else {})
+
+    def total(x: Array) -> Any:
+        return sum(a.sum() for a in stats_of(arrays | {"input": x}, **options) if a is not None)
+
+    assert not jax.grad(total)(arrays["input"]).any()
+    if options:
+        for one, other in zip(stats_of(arrays, **options), stats_of(simple()), strict=True):
+            assert one is not None
+            assert other is not None
+            np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_log_probs_are_those_of_linear_log_probs_bit_for_bit() -> None:
@@ -606,20 +694,20 @@ def of_batch(loss: Callable[..., Array], arrays: dict[str, Any], factors: Array 
     def one(rows: list[Any], factor: Array) -> Array:
         given: dict[str, Any] = dict(zip(names, rows, strict=True))
         if factors is not None:
-            given["token_loss"] = lambda log_prob, a: factor * scaled(log_prob, a)
+            given["token_loss"] = lambda *values: factor * arrays["token_loss"](*values)
         return loss(arrays | given, **options)
 
     return jax.vmap(one)(rows, jnp.ones(len(rows[0])) if factors is None else factors)
 
 
-@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize(("with_entropy", "closes"), [(False, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_vmap(reduction: Any, closes: bool) -> None:
-    arrays = batched(simple())
+def test_vmap(reduction: Any, closes: bool, with_entropy: bool) -> None:
+    arrays = batched(simple()) | ({"token_loss": scaled_with_entropy} if with_entropy else {})
     factors = jnp.array([1.0, -2.0, 0.5]) if closes else None
 
     def value(loss: Callable[..., Array], arrays: dict[str, Any]) -> Array:
-        losses = of_batch(loss, arrays, factors, reduction=reduction)
+        losses = of_batch(loss, arrays, factors, reduction=reduction, with_entropy=with_entropy)
         return (losses.T * jnp.arange(1.0, 4.0)).sum()  # another upstream gradient for each element
 
     got, want = (gradients(partial(value, loss), arrays, ARGUMENTS) for loss in (loss_of, unfused_loss))
@@ -637,17 +725,18 @@ def test_vmap_over_the_head() -> None:
     assert_close(got, jax.vmap(jax.grad(partial(value, unfused_loss)))(heads))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_scan_and_checkpoint(reduction: Any) -> None:
+@pytest.mark.parametrize(("reduction", "with_entropy"), [("mean", False), ("none", False), ("mean", True)])
+def test_scan_and_checkpoint(reduction: Any, with_entropy: bool) -> None:
     arrays = batched(simple())
 
     def value(loss: Callable[..., Array], arrays: dict[str, Any], factor: Array) -> Array:
         @jax.checkpoint
         def one(arrays: dict[str, Any], factor: Array) -> Array:
-            def token_loss(log_prob: Array, a: Array) -> Array:
-                return factor * scaled(log_prob, a)
+            def token_loss(*values: Array) -> Array:
+                return factor * (scaled_with_entropy if with_entropy else scaled)(*values)
 
-            return loss({**arrays, "token_loss": token_loss}, reduction=reduction).mean()
+            given = {**arrays, "token_loss": token_loss}
+            return loss(given, reduction=reduction, with_entropy=with_entropy).mean()
 
         def body(total: Array, rows: dict[str, Any]) -> tuple[Array, None]:
             return total + one({"linear_weight": arrays["linear_weight"], **rows}, factor), None
@@ -663,18 +752,21 @@ def test_scan_and_checkpoint(reduction: Any) -> None:
     assert_close(got[1], want[1])
 
 
-def test_symbolic_number_of_tokens() -> None:
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_symbolic_number_of_tokens(with_entropy: bool) -> None:
     arrays = simple()
+    arrays["token_loss"] = scaled_with_entropy if with_entropy else scaled
     rows, head = jax.export.symbolic_shape("n")[0], arrays["linear_weight"]
     shapes = [jax.ShapeDtypeStruct((rows, 8), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
 
     def value(x: Array, y: Array, a: Array) -> Any:
         given = arrays | {"target": y, "per_token": (a,)}
-        return gradients(loss_of, given | {"input": x, "linear_weight": head}, ARGUMENTS)
+        loss = partial(loss_of, with_entropy=with_entropy)
+        return gradients(loss, given | {"input": x, "linear_weight": head}, ARGUMENTS)
 
     exported = jax.export.export(jax.jit(value))(*shapes, jax.ShapeDtypeStruct((rows,), jnp.float32))
     got = exported.call(arrays["input"], arrays["target"], *arrays["per_token"])
-    assert_close(got, gradients(unfused_loss, arrays, ARGUMENTS))
+    assert_close(got, gradients(partial(unfused_loss, with_entropy=with_entropy), arrays, ARGUMENTS))
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -854,6 +946,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"token_loss": token_losses.reinforce(0.1)},
         ValueError,
         "per_token of token_losses.reinforce must be advantage, ref_log_prob, got 1 arrays",
+    ),
+    "mean entropy": (
+        {"token_loss": lambda p, h, a: p - (h - h.mean()), "with_entropy": True},
+        ValueError,
+        mixing("reduce_sum"),
+    ),
+    "no entropy": ({"token_loss": lambda p, h, a: p - h}, RuntimeError, "token_loss raised TypeError for arguments"),
+    "with_entropy": ({"with_entropy": 1}, TypeError, "with_entropy must be a bool, got int"),
+    "with_entropy of a named loss": (
+        {"token_loss": token_losses.weighted_nll(), "with_entropy": True},
+        ValueError,
+        "with_entropy must be False for token_losses.weighted_nll without entropy_weight, got True",
     ),
     "reduction": ({"reduction": "max"}, ValueError, "reduction must be one of"),
     "token weight": ({"token_weight": TWELVE[:3]}, ValueError, "token_weight must have shape"),

@@ -181,7 +181,7 @@ OTHER_PARAMETERS: dict[str, dict[str, Any]] = {
     "reinforce-k1": {"beta": 0.2, "kl": "k2"},
     "ppo_clip": {"epsilon_low": 0.1, "epsilon_high": 0.2},
     "grpo-k1": {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "kl": "k3"},
-    "grpo-k2": {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "kl": "k1"},
+    "grpo-k2-entropy": {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "kl": "k1", "entropy_weight": 0.1},
     "grpo-k3": {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "kl": "k2"},
     "cispo": {"epsilon_low": 0.2, "epsilon_high": 0.2},
 }

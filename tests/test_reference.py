@@ -67,8 +67,10 @@ def test_loss_gradients_are_those_of_finite_differences(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("normalizer", [None, 3.25])
-def test_token_loss_gradients_are_those_of_finite_differences(reduction: Any, normalizer: float | None) -> None:
+@pytest.mark.parametrize(("normalizer", "with_entropy"), [(None, False), (3.25, False), (None, True)])
+def test_token_loss_gradients_are_those_of_finite_differences(
+    reduction: Any, normalizer: float | None, with_entropy: bool
+) -> None:
     rng = np.random.default_rng(4)
     arrays = problem() | {"u": rng.standard_normal(N)}
     arrays["target"][2] = -100
@@ -82,9 +84,18 @@ def test_token_loss_gradients_are_those_of_finite_differences(reduction: Any, no
     def token_loss(log_prob: np.ndarray, u: np.ndarray) -> Any:
         return u * np.exp(log_prob) + u**2, (u * np.exp(log_prob), np.exp(log_prob) + 2 * u)
 
+    def loss_of_the_entropy(log_prob: np.ndarray, entropy: np.ndarray, u: np.ndarray) -> Any:
+        loss, (d_log_prob, d_u) = token_loss(log_prob, u)
+        bonus = u * entropy**2 * np.exp(log_prob)
+        slopes = d_log_prob - bonus, -2 * bonus / entropy, d_u - entropy**2 * np.exp(log_prob)
+        return loss - bonus, slopes
+
     def result(u: np.ndarray, **arrays: Any) -> Any:
         first = arrays.pop("input"), arrays.pop("linear_weight"), arrays.pop("target")
-        return reference_token_loss(*first, token_loss, u, **arrays, **options, d_loss=d_loss)
+        function = loss_of_the_entropy if with_entropy else token_loss
+        given = {**options, "with_entropy": with_entropy}
+        with np.errstate(invalid="ignore"):
+            return reference_token_loss(*first, function, u, **arrays, **given, d_loss=d_loss)
 
     def scalar(**arrays: Any) -> float:
         return float(np.sum(d_loss * result(**arrays).loss))

@@ -2,7 +2,7 @@
 losses of parity/token_losses.py, and another one."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import core_triton
-from core_triton import token_losses
+from core_triton import chunked, token_losses
 from core_triton.token_hook import TokenHook
 from linear_ce.reference import (
     EXACT,
@@ -39,9 +39,28 @@ def custom_in_torch(log_prob: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return u * (log_prob / 4).exp() + torch.tanh(v * log_prob / 64)
 
 
+def custom_with_entropy(p: np.ndarray, h: np.ndarray, u: np.ndarray, v: np.ndarray) -> Values:
+    loss, (d_p, d_u, d_v) = custom(p, u, v)
+    t = np.tanh(h / 4)
+    return loss - v * t * np.exp(p / 8), (
+        d_p - v * t * np.exp(p / 8) / 8,
+        -v * (1 - t**2) / 4 * np.exp(p / 8),
+        d_u,
+        d_v - t * np.exp(p / 8),
+    )
+
+
+def custom_with_entropy_in_torch(log_prob: Tensor, entropy: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    return custom_in_torch(log_prob, u, v) - v * torch.tanh(entropy / 4) * (log_prob / 8).exp()
+
+
 NAMED = {name: form.named(token_losses) for name, form in FORMS.items()}
-LOSSES: dict[str, Any] = {**NAMED, "custom": custom_in_torch}
-IN_NUMPY = {**FORMS, "custom": Form(custom, ("advantage", "ref_log_prob"), {})}
+LOSSES: dict[str, Any] = {**NAMED, "custom": custom_in_torch, "custom-entropy": custom_with_entropy_in_torch}
+IN_NUMPY = {
+    **FORMS,
+    "custom": Form(custom, ("advantage", "ref_log_prob"), {}),
+    "custom-entropy": Form(custom_with_entropy, ("advantage", "ref_log_prob"), {}, with_entropy=True),
+}
 
 
 class TokenProblem(NamedTuple):
@@ -139,6 +158,8 @@ def options_of(spec: LossSpec) -> dict[str, Any]:
 def call(problem: TokenProblem, named: dict[str, Tensor], per_token: list[Tensor], **options: Any) -> Tensor:
     named = dict(named)
     first = named.pop("input"), named.pop("linear_weight"), named.pop("target")
+    if problem.form.with_entropy and problem.token_loss not in NAMED.values():
+        options["with_entropy"] = True
     return core_triton.linear_token_loss(
         *first, problem.token_loss, *per_token, **named, **options_of(problem.spec), **options
     )
@@ -181,6 +202,7 @@ def reference(
         token_loss or problem.form,
         *problem.per_token,
         **arguments,
+        with_entropy=problem.form.with_entropy,
         spec=problem.spec,
         d_loss=upstream_of(problem),
         arithmetic=arithmetic,
@@ -221,8 +243,22 @@ def assert_within_budget(problem: TokenProblem, found: dict[str, np.ndarray], ch
     assert all(share <= 100 for share in used.values()), ", ".join(f"{name} {s:.0f}%" for name, s in used.items())
 
 
+class Counted(NamedTuple):
+    """Functions that are called for each chunk of rows: token losses, and the gradients of `chunked.py`."""
+
+    calls: tuple[mock.MagicMock, ...]
+
+    @property
+    def call_count(self) -> int:
+        return max(one.call_count for one in self.calls)
+
+
 @contextmanager
-def counted_chunks() -> Iterator[Any]:
-    """Counts the calls of token losses: `call_count` of what it yields."""
-    with mock.patch.object(TokenHook, "process", autospec=True, side_effect=TokenHook.process) as process:
-        yield process
+def counted_chunks() -> Iterator[Counted]:
+    """Counts the chunks of rows of token losses: `call_count` of what it yields."""
+    patched = ((TokenHook, "process"), (chunked, "chunk_gradients"))
+    with ExitStack() as stack:
+        originals = (
+            mock.patch.object(one, name, autospec=True, side_effect=getattr(one, name)) for one, name in patched
+        )
+        yield Counted(tuple(stack.enter_context(one) for one in originals))

@@ -1,0 +1,61 @@
+"""Tests what plan A needs for the range of float16, without matmuls. test_jax_pallas_scaled_exp.py has these."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_pallas import float16, row_kernels
+from jax_pallas.hopper_common import PIECE, PIECES
+from jax_pallas.row_kernels import CallRows, Exponentials
+from jax_pallas.slicing import Slice
+from jax_pallas.tile_config import CLASS_BLOCK
+
+
+def test_a_class_block_has_two_numbers_of_shifts() -> None:
+    assert (float16.PIECE, PIECES) == (PIECE, 2 * row_kernels.IN_A_NUMBER)
+
+
+@pytest.mark.parametrize(
+    ("total", "shift"), [(0.0, 0), (1.0, 0), (2.0**15 - 1, 0), (2.0**15, 1), (2.0**47, 33), (np.inf, 63)]
+)
+def test_shifted_sums_are_below_2_to_the_15(total: float, shift: int) -> None:
+    assert row_kernels.shift_of(jnp.float32(total)) == shift
+
+
+@pytest.mark.parametrize("scales", [None, (64.0, 8.0)])
+def test_fit(scales: Any) -> None:
+    """The third row does not contribute. A row that was computed again has no shift."""
+    n, d, blocks = 4, 24, 2
+    random = np.random.default_rng(0)
+    shifts = random.integers(0, 5, (n, 2 * PIECES)) * np.array([[1], [1], [1], [0]])
+    weights = 256.0 ** np.tile(np.arange(3), 4)
+    packed = (shifts * weights).reshape(n, blocks, 2, 3).sum(3).transpose(2, 1, 0)
+    e = random.random((n, blocks * CLASS_BLOCK)).astype(np.float16)
+    x = random.standard_normal((n + 2, d)).astype(np.float16)
+    rho, theta = np.array([1e-6, 2e-6, 0.0, 3e-9], np.float32), random.standard_normal(n).astype(np.float32)
+    flag = jnp.array([1, 1], jnp.int32)
+    zeros = jnp.zeros((blocks, n))
+    for again in (False, True):
+        rows = CallRows(*[jnp.zeros(n)] * 10)._replace(flag=flag * again, theta=jnp.asarray(theta))
+        found = Exponentials(None, zeros, None, zeros, zeros, shifts=packed[0], shifts_high=packed[1])
+        chunk, place = Slice(0, n, None), jnp.array([0, 0, 2, n], jnp.int32)
+        as_scales = None if scales is None else tuple(map(jnp.float32, scales))
+        got = float16.fit(
+            rows, chunk, place, n, found, jnp.asarray(e), jnp.asarray(x), 2, jnp.asarray(rho),
+            scales_x=True, scales=as_scales,
+        )  # fmt: skip
+        assert got.x is not None
+        first, second = scales or (1.0, 1.0)
+        most = np.zeros(n, int) if again else shifts.max(1) * (rho != 0)
+        moved = np.repeat(np.where(most[:, None] > 0, shifts - most[:, None], 0), PIECE, 1)
+        np.testing.assert_array_equal(got.e, (e * 2.0**moved).astype(np.float16))
+        np.testing.assert_array_equal(got.rho, rho * 2.0**most * np.float32(first))
+        np.testing.assert_array_equal(got.rows.theta, theta * np.float32(first))
+        # The largest element is as large as is allowed, and the product with the power is rho x.
+        largest = np.abs(np.asarray(got.x[2:], np.float32)).max()
+        assert 2**14 <= largest <= 2**15
+        wanted = np.where(rho[:, None] == 0, 0, x[2:] * (rho * 2.0**most)[:, None] * second)
+        np.testing.assert_allclose(np.asarray(got.x[2:], np.float64) * float(got.power), wanted, rtol=1e-3, atol=1e-14)
+        np.testing.assert_array_equal(got.x[:2], x[:2])
