@@ -359,8 +359,8 @@ def top_exponent_of(problem: Problem) -> int:
 
 def repaired_ref_exponent(top: Array, top_exponent: int) -> Array:
     """Returns the reference exponents of repaired rows, from their largest logits: (30)."""
-    found = jnp.floor(top * LOG2_E)
-    return jnp.where(jnp.abs(top) < jnp.inf, found - top_exponent if top_exponent else found, 0.0)
+    finite, found = jnp.abs(top) < jnp.inf, jnp.floor(top * LOG2_E)
+    return jnp.where(finite, found - top_exponent if top_exponent else found, 0.0)
 
 
 def finish_rows(

@@ -65,6 +65,15 @@ def results(function: str, arrays: dict[str, Tensor], implementation: str, backw
     return [*(result.detach() for result in found), *torch.autograd.grad(total, leaves)]
 
 
+def most_of_a_row(function: str, arrays: dict[str, Tensor]) -> float:
+    """Returns the largest factor of a row's gradients in `results` of a loss."""
+    most = float(arrays["weight"].max() * arrays["token_weight"].max())
+    if function == "none":
+        return 1.5 * most
+    target = arrays["target"]
+    return 1.5 * most / float(arrays["weight"][target[target != -100]].sum())
+
+
 def assert_layouts_agree(
     function: str, dtype: torch.dtype, device: str, implementation: str, n: int, d: int, v: int
 ) -> None:
@@ -79,7 +88,12 @@ def assert_layouts_agree(
                 if name == "linear_weight" or (name == "input" and implementation == "chunked"):
                     # Another layout may use another GEMM, which sums in a different order.
                     close = 2e-5 if dtype == torch.float32 else 4e-3 if dtype == torch.float16 else 2e-2
-                    torch.testing.assert_close(a, b, rtol=close, atol=close * float(b.abs().max()), msg=what)
+                    size = float(b.abs().max())
+                    equal_rows = (layout, name) == ("expanded", "linear_weight") and function != "log_probs"
+                    if equal_rows and index == len(want) - 3:  # its terms cancel, and it is 0 but for rounding
+                        size = float(made.abs().max()) * most_of_a_row(function, arrays)
+                        torch.testing.assert_close(b, torch.zeros_like(b), rtol=0, atol=close * size, msg=what)
+                    torch.testing.assert_close(a, b, rtol=close, atol=close * size, msg=what)
                 else:
                     assert torch.equal(a, b), what
 
