@@ -184,6 +184,7 @@ ONE_FRAMEWORK_ONLY = {
         *("Carry", "OfTokens", "SavedChunk"),  # the carry of a loop, and what it returns
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
+        "times_head",  # in PyTorch, `_store_d_input` has this matmul
     },
     "smoothing.py": {"smooth_rows_kernel", "add_outer_kernel"},  # XLA fuses what they do
     # PyTorch differentiates the function with autograd, JAX its trace.
