@@ -131,9 +131,9 @@ def short_hash(*parts: str) -> str:
 
 
 SAME_LAUNCHES = ROOT / "benchmarks" / "results" / "same-launches.json"
-# What `benchmarks.same_launches` compares: on these GPUs, core_triton on bfloat16 inputs of the grid.
+# What `benchmarks.same_launches` compares: on these GPUs, these methods on bfloat16 inputs of the grid.
 COMPARED_GPUS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
-COMPARED = {"framework": "torch", "method": "triton", "dtype": "bfloat16"}
+COMPARED_METHODS = {"torch": "triton", "jax": "mosaic"}
 
 
 @cache
@@ -141,23 +141,40 @@ def _compared_calls() -> set[tuple[str, str]]:
     return {(shape.name, mode.name) for shape, mode, _ in plan([GRID])}
 
 
-def is_compared(row: Mapping[str, Any], device: str) -> bool:
-    """Returns whether `benchmarks.same_launches` compares the call of a row."""
-    same = all(row.get(key) == value for key, value in COMPARED.items())
-    return same and device in COMPARED_GPUS and (row.get("shape"), row.get("mode")) in _compared_calls()
+def compared_call(row: Mapping[str, Any], device: str) -> str | None:
+    """Returns the name that `benchmarks.same_launches` has for the call of a row; None if it compares no such call."""
+    compared = row.get("method") == COMPARED_METHODS.get(row.get("framework", "")) and row.get("dtype") == "bfloat16"
+    if not compared or device not in COMPARED_GPUS or (row.get("shape"), row.get("mode")) not in _compared_calls():
+        return None
+    return f"{row['shape']}, {row['mode']}, {device}"
 
 
-def same_code(framework: str, code: str, versions: Mapping[str, str]) -> set[str]:
-    """Returns the code hashes that `SAME_LAUNCHES` connects with one, over any number of pairs, and this one.
+def same_code(framework: str, code: str, versions: Mapping[str, str], call: str) -> set[str]:
+    """Returns the code hashes that `SAME_LAUNCHES` connects with one for a call, over any number of pairs, and this
+    one.
 
     Another version of a compiler can make different kernels of equal launches, so only pairs of `versions` count.
     """
     pairs = json.loads(SAME_LAUNCHES.read_text()).get(framework, []) if SAME_LAUNCHES.exists() else []
-    pairs = [pair for pair in pairs if pair["versions"].items() <= versions.items()]
+    pairs = [
+        pair for pair in pairs if pair["versions"].items() <= versions.items() and call in pair.get("only", [call])
+    ]
     sets, found = [{pair["old"], pair["new"]} for pair in pairs], {code}
     for _ in sets:  # a chain has at most as many links as there are pairs
         found = found.union(*(both for both in sets if both & found))
     return found
+
+
+def recorded_calls(framework: str, code: str, versions: Mapping[str, str]) -> list[str]:
+    """Returns the calls that can be compared and have a recorded row of code that launches the same as `code`."""
+    calls = set()
+    for file in RECORDED.parent.glob(f"*/{framework}-grid.json"):
+        content = json.loads(file.read_text())
+        for row in content["rows"]:
+            call = compared_call(row, content["device"])
+            if call and row.get("code_hash") in same_code(framework, code, versions, call):
+                calls.add(call)
+    return sorted(calls)
 
 
 def now() -> str:
@@ -230,9 +247,9 @@ class ResultFile:
             row: the measurement.
             more: other keys that must be the same.
         """
-        codes = {row.get("code_hash")}
-        if is_compared(row, self.head["device"]):
-            codes |= same_code(row["framework"], row["code_hash"], self.head["versions"])
+        codes, call = {row.get("code_hash")}, compared_call(row, self.head["device"])
+        if call is not None:
+            codes |= same_code(row["framework"], row["code_hash"], self.head["versions"], call)
         key = (*self.key, *more)
         return any(
             old["status"] == "ok" and old.get("code_hash") in codes and same_measurement(old, row, key)

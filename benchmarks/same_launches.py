@@ -1,12 +1,14 @@
-"""Proves that core_triton launches the same in two commits: `python -m benchmarks.same_launches OLD_COMMIT`.
+"""Proves that a package launches the same in two commits: `python -m benchmarks.same_launches OLD_COMMIT`.
 
 A change of the code that launches kernels changes the `code_hash` of measured rows, even if the calls launch the same
-machine code with the same arguments. This command records what every call of the grid does on an H100 and an H200, in
-the checkout and in an older commit. If there is no difference, it adds the two hashes to
+machine code with the same arguments. This command records what calls of the grid do on an H100 and an H200, in the
+checkout and in an older commit. If there is no difference, it adds the two hashes to
 benchmarks/results/same-launches.json. `--resume` then keeps the rows of the older code.
 
-A recorded call is the forward and backward pass of the mean loss on fake tensors, so no GPU is needed. Compared are all
-launches in order, with their grids, arguments and PTX, and the library's matmuls and other operators of PyTorch.
+A recorded call is the forward and backward pass of the mean loss without arrays, so no GPU is needed. Of core_triton
+every call of the grid is compared: all launches in order, with their grids, arguments and PTX, and the library's
+matmuls and other operators of PyTorch. Of jax_pallas, where a call takes seconds, only those that have a row of the
+older code are compared: the program that JAX makes for the GPU, and the code of its kernels (`jax_launches.py`).
 """
 
 import argparse
@@ -19,13 +21,14 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -37,9 +40,11 @@ from benchmarks.shapes import GRID, Mode, Shape, plan
 
 CAPABILITY = 90  # of results.COMPARED_GPUS
 ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+VERSIONS = {"torch": ("torch", "triton"), "jax": ("jax", "jaxlib")}  # of what compiles the kernels
 MOST_DIFFERENCES = 5  # that are printed
 PROGRESS_SECONDS = 20
-CONSTEXPRS = "constexprs"  # what they change is in the PTX, so they only explain a difference
+CODE = "code"  # of a kernel
+CONSTEXPRS = "constexprs"  # what they change is in the code, so they only explain a difference
 
 Step = dict[str, str]  # what is launched, then its grid, arguments, constexprs and options
 
@@ -125,24 +130,32 @@ def code_of(launch: Launch) -> str:
     return results.short_hash(bare(compiled.ptx), str(compiled.shared))
 
 
-def record(name: str) -> None:
-    """Prints a line of JSON for each call of the grid: its name and its steps. The package must come from the working
-    folder."""
+def coded_steps_of(shape: Shape, mode: Mode, gpu: str, codes: dict[Launch, str]) -> list[Step]:
+    """Returns the steps of a call with the code of kernels. `codes` keeps those that are known."""
+    steps = []
+    for step, launch in steps_of(shape, mode, gpu):
+        if launch is not None:
+            codes[launch] = codes.get(launch) or code_of(launch)
+            step[CODE] = codes[launch]
+        steps.append(step)
+    return steps
+
+
+def record(name: str, framework: str, calls: Sequence[str]) -> None:
+    """Prints a line of JSON for each call: its name and its steps. The package must come from the working folder."""
     check_origin(Path.cwd())
-    codes: dict[Launch, str] = {}
-    calls = [(shape, mode, gpu) for gpu in results.COMPARED_GPUS for shape, mode, _ in plan([GRID])]
+    if framework == "torch":
+        record_steps: Callable[..., list[Step]] = partial(coded_steps_of, codes={})
+    else:
+        from benchmarks.jax_launches import steps_of as record_steps
+    planned = {(shape.name, mode.name): (shape, mode) for shape, mode, _ in plan([GRID])}
     last = time.monotonic()
-    for number, (shape, mode, gpu) in enumerate(calls, 1):
-        steps = []
-        for step, launch in steps_of(shape, mode, gpu):
-            if launch is not None:
-                codes[launch] = codes.get(launch) or code_of(launch)
-                step["PTX"] = codes[launch]
-            steps.append(step)
-        print(json.dumps({"call": f"{shape.name}, {mode.name}, {gpu}", "steps": steps}))
+    for number, call in enumerate(calls, 1):
+        shape, mode, gpu = call.split(", ")
+        print(json.dumps({"call": call, "steps": record_steps(*planned[shape, mode], gpu)}))
         if time.monotonic() > last + PROGRESS_SECONDS or number == len(calls):
             last = time.monotonic()
-            print(f"{name}: {number} of {len(calls)} calls, {len(codes)} kernels", file=sys.stderr, flush=True)
+            print(f"{name}: {number} of {len(calls)} calls", file=sys.stderr, flush=True)
 
 
 def difference(old: Sequence[Step], new: Sequence[Step]) -> str | None:
@@ -157,7 +170,7 @@ def difference(old: Sequence[Step], new: Sequence[Step]) -> str | None:
 
 
 def _compared(step: Step) -> list[tuple[str, str]]:
-    return [(key, value) for key, value in step.items() if key != CONSTEXPRS or "PTX" not in step]
+    return [(key, value) for key, value in step.items() if key != CONSTEXPRS or CODE not in step]
 
 
 class Comparison(NamedTuple):
@@ -173,7 +186,7 @@ def compare(old: Iterable[str], new: Iterable[str]) -> Comparison:
     for lines in zip_longest(old, new, fillvalue='{"call": "no call", "steps": []}'):
         before, after = map(json.loads, lines)
         calls, launches = calls + 1, launches + len(after["steps"])
-        kernels |= {(step["kernel"], step["PTX"]) for step in after["steps"] if "PTX" in step}
+        kernels |= {(step["kernel"], step[CODE]) for step in after["steps"] if CODE in step}
         found = difference(before["steps"], after["steps"])
         if before["call"] != after["call"]:
             found = f"another call, {after['call']}"
@@ -196,29 +209,33 @@ def start(code: str, *path: Path, output: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-P", "-c", code], cwd=path[0], env=environment, stdout=output, text=True)
 
 
-HASH = "from benchmarks.results import source_hash; from pathlib import Path; print(source_hash('torch', Path.cwd()))"
+HASH = "from benchmarks.results import source_hash; from pathlib import Path; print(source_hash({!r}, Path.cwd()))"
 
 
-def run(commit: str, scratch: Path) -> int:
+def run(commit: str, framework: str, scratch: Path) -> int:
     """Compares a commit with the checkout, and writes the pair if they are the same; returns 1 if they are not."""
     code, benchmark = scratch / "code", scratch / "benchmark"
-    export(commit, code, "core_triton", "linear_ce")
+    export(commit, code, *results.KERNELS.values(), "linear_ce")  # both packages, because this module imports one
     export(commit, benchmark, "benchmarks/*.py")
     # The commit's own function computes its hash, as in the rows that were measured with it.
-    old, _ = start(HASH, code, benchmark, output=subprocess.PIPE).communicate()
-    old, new = old.strip(), results.source_hash("torch")
+    old, _ = start(HASH.format(framework), code, benchmark, output=subprocess.PIPE).communicate()
+    old, new = old.strip(), results.source_hash(framework)
     if not old:
         raise SystemExit(f"OLD_COMMIT {commit} has no code_hash")
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    if new in results.same_code("torch", old, versions):
+    versions = {name: version(name) for name in VERSIONS[framework]}
+    calls = [f"{shape.name}, {mode.name}, {gpu}" for gpu in results.COMPARED_GPUS for shape, mode, _ in plan([GRID])]
+    if framework == "jax":
+        calls = results.recorded_calls(framework, old, versions)
+    unknown = [call for call in calls if new not in results.same_code(framework, old, versions, call)]
+    if not unknown:
         known = f"{new} is the code_hash of both" if new == old else f"{old} and {new} are known to launch the same"
-        print(f"nothing to compare: {known}")
+        print(f"nothing to compare: {known if calls else f'no row of {old} is in results/'}")
         return 0
     outputs = [scratch / "old.jsonl", scratch / "new.jsonl"]
     processes = []
     for name, folder, output in zip(("old", "new"), (code, results.ROOT), outputs, strict=True):
         with output.open("w") as file:
-            record_it = f"from benchmarks.same_launches import record; record({name!r})"
+            record_it = f"from benchmarks.same_launches import record; record({name!r}, {framework!r}, {unknown!r})"
             processes.append(start(record_it, folder, results.ROOT, output=file))
     statuses = [process.wait() for process in processes]
     if any(statuses):
@@ -230,18 +247,18 @@ def run(commit: str, scratch: Path) -> int:
         print("\n".join(differences[:MOST_DIFFERENCES]))
         return 1
     pair = {"old": old, "new": new, "old_commit": commit, "new_commit": results.commit(), **counts}
-    pair |= {"versions": versions, "date": results.now()}
-    add(pair)
+    pair |= {"versions": versions, "date": results.now()} | ({"only": unknown} if framework == "jax" else {})
+    add(pair, framework)
     print(f"{old} and {new} launch the same: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
     return 0
 
 
-def add(pair: dict[str, Any]) -> None:
+def add(pair: dict[str, Any], framework: str) -> None:
     """Adds a pair to the file."""
     from parity.report import to_json
 
-    pairs = json.loads(results.SAME_LAUNCHES.read_text())["torch"] if results.SAME_LAUNCHES.exists() else []
-    results.SAME_LAUNCHES.write_text(to_json({"torch": [*pairs, pair]}))
+    pairs = json.loads(results.SAME_LAUNCHES.read_text()) if results.SAME_LAUNCHES.exists() else {}
+    results.SAME_LAUNCHES.write_text(to_json({**pairs, framework: [*pairs.get(framework, []), pair]}))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -250,14 +267,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("commit", metavar="OLD_COMMIT", help="compared with the checkout")
     parser.add_argument("--framework", default="torch", choices=("torch", "jax"))
     options = parser.parse_args(arguments)
-    if options.framework == "jax":
-        raise SystemExit("--framework must be torch: the launches of jax_pallas cannot be recorded yet")
     try:
         commit = results.git("rev-parse", "--verify", f"{options.commit}^{{commit}}")
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(f"OLD_COMMIT must be a commit, got {options.commit}") from error
     with tempfile.TemporaryDirectory() as scratch:
-        return run(commit, Path(scratch))
+        return run(commit, options.framework, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_another_choice_of_chunks_is_a_difference() -> None:
     [
         ("num_warps", "16", "num_warps 8 -> 16"),
         ("tokens", "i32 1008", "tokens i32 1024 -> i32 1008"),
-        ("PTX", "other", "PTX absent -> other"),
+        ("code", "other", "code absent -> other"),
         ("grid", "(2,)", "grid (1,) -> (2,)"),
     ],
 )
@@ -81,11 +81,11 @@ def test_the_first_difference_is_named(key: str, value: str, change: str) -> Non
 
 
 def test_constexprs_explain_a_difference_and_make_none() -> None:
-    """What they change is in the PTX."""
-    step = {"kernel": "k", "grid": "(1,)", "constexprs": "{'OLD': 1}", "PTX": "a"}
+    """What they change is in the code."""
+    step = {"kernel": "k", "grid": "(1,)", "constexprs": "{'OLD': 1}", "code": "a"}
     assert difference([step], [{**step, "constexprs": "{}"}]) is None
-    assert difference([step], [{**step, "constexprs": "{}", "PTX": "b"}]) == (
-        "launch 0, k: constexprs {'OLD': 1} -> {}; PTX a -> b"
+    assert difference([step], [{**step, "constexprs": "{}", "code": "b"}]) == (
+        "launch 0, k: constexprs {'OLD': 1} -> {}; code a -> b"
     )
 
 
@@ -157,14 +157,14 @@ def test_resuming_keeps_rows_of_code_that_launches_the_same(tmp_path: Path, monk
         for other in ({}, *others):
             file.add({**row, **other, "code_hash": "a", "status": "ok"})
         assert not file.holds(row)
-    same_launches.add({"old": "b", "new": "c", "versions": VERSIONS})
-    same_launches.add({"old": "x", "new": "y", "versions": VERSIONS})
-    same_launches.add({"old": "a", "new": "b", "versions": VERSIONS | {"triton": "3"}})  # another compiler
+    same_launches.add({"old": "b", "new": "c", "versions": VERSIONS}, "torch")
+    same_launches.add({"old": "x", "new": "y", "versions": VERSIONS}, "torch")
+    same_launches.add({"old": "a", "new": "b", "versions": VERSIONS | {"triton": "3"}}, "torch")  # another compiler
     assert not files[H200].holds(row)
-    same_launches.add({"old": "a", "new": "b", "versions": VERSIONS})
-    assert results.same_code("torch", "c", VERSIONS) == {"a", "b", "c"}
-    assert results.same_code("torch", "c", {"torch": "1"}) == {"c"}
-    assert results.same_code("jax", "c", VERSIONS) == {"c"}
+    same_launches.add({"old": "a", "new": "b", "versions": VERSIONS}, "torch")
+    assert results.same_code("torch", "c", VERSIONS, "any call") == {"a", "b", "c"}
+    assert results.same_code("torch", "c", {"torch": "1"}, "any call") == {"c"}
+    assert results.same_code("jax", "c", VERSIONS, "any call") == {"c"}
     assert [file.holds(row) for file in files.values()] == [True, True, False]
     assert not files[H200].holds({**row, "code_hash": "y"})
     for other in others:  # not compared
@@ -172,8 +172,36 @@ def test_resuming_keeps_rows_of_code_that_launches_the_same(tmp_path: Path, monk
         assert files[H200].holds({**row, **other, "code_hash": "a"})
 
 
+def test_only_compared_calls_of_jax_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SAME_LAUNCHES", tmp_path / "same.json")
+    monkeypatch.setattr(results, "RECORDED", tmp_path / "h200")
+    versions = {"jax": "1", "jaxlib": "2"}
+    row = {"shape": "llama3-8b", "dtype": "bfloat16", "targets": "peaked", "mode": "train", "method": "mosaic"}
+    row |= {"framework": "jax", "status": "ok", "code_hash": "a"}
+    file = results.ResultFile(tmp_path / "h200" / "jax-grid.json", H200, versions, "c0ffee")
+    for other in ({}, {"mode": "tight", "code_hash": "x"}, {"method": "bf16-logits"}, {"shape": "v16384"}):
+        file.add({**row, **other})
+    calls = results.recorded_calls("jax", "a", versions)
+    assert calls == [f"llama3-8b, train, {H200}"]
+    same_launches.add({"old": "a", "new": "b", "versions": versions, "only": calls}, "jax")
+    file.add({**row, "mode": "tight"})  # measured later, so not compared
+    assert file.holds({**row, "code_hash": "b"})
+    assert not file.holds({**row, "mode": "tight", "code_hash": "b"})
+    assert results.recorded_calls("jax", "b", versions) == calls
+
+
+def test_steps_of_a_program_of_jax_are_its_kernels() -> None:
+    from benchmarks import jax_launches
+
+    found = jax_launches.steps_of(SMALL, MODES["train"], H200)
+    assert difference(found, jax_launches.steps_of(SMALL, MODES["train"], H200)) is None
+    names = [step["kernel"] for step in found]
+    assert '__gpu$xla.gpu.triton "finish_rows_kernel"' in names
+    assert names.count("mosaic_gpu_v2 ") >= 3
+    assert names[-1] == "the program"
+    assert difference(found, [*found[:-1], {**found[-1], "code": "other"}]) is not None
+
+
 def test_wrong_uses_are_refused() -> None:
-    with pytest.raises(SystemExit, match="--framework must be torch"):
-        same_launches.main(["HEAD", "--framework", "jax"])
     with pytest.raises(SystemExit, match="must be a commit, got no-such-commit"):
         same_launches.main(["no-such-commit"])
