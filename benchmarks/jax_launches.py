@@ -8,18 +8,16 @@ machine code of the same program.
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax._src.interpreters.mlir import make_ir_context
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton_dialect
 
-from benchmarks import jax_methods
-from benchmarks.jax_programs import arguments_of, jitted_call
-from benchmarks.results import short_hash
+from benchmarks.results import COMPARED_METHODS, short_hash
 from benchmarks.shapes import Mode, Shape
 
-METHOD = "mosaic"
 CONFIG = "mhlo.backend_config"
 BYTECODE = ("module", "ir")  # of a kernel of Mosaic, of Triton
 DUMP = "mosaic_gpu.dump_basename"
@@ -32,11 +30,17 @@ def steps_of(shape: Shape, mode: Mode, gpu: str) -> list[dict[str, str]]:
     A step of a kernel is its name, its launch and a hash of its code. The program's text contains no kernel. Line
     numbers and comments are in neither.
     """
-    method = jax_methods.METHODS[METHOD]
-    device = AbstractDevice(gpu, 1, "gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jitted_call(method, mode).trace(*arguments_of(shape, mode, method, jnp.bfloat16))
-        program = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+    from jax_pallas.linear_ce import linear_cross_entropy
+
+    def call(x: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        options: dict[str, Any] = {"memory_budget": mode.memory_budget, "implementation": COMPARED_METHODS["jax"]}
+        loss, vjp = jax.vjp(lambda x, w: linear_cross_entropy(x, w, y, **options), x, w)
+        return loss, *vjp(jnp.ones((), loss.dtype))
+
+    x, w = (jax.ShapeDtypeStruct((rows, shape.d), jnp.bfloat16) for rows in (shape.n, shape.v))
+    y = jax.ShapeDtypeStruct((shape.n,), jnp.int32)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(gpu, 1, "gpu"))):
+        program: Any = jax.jit(call).trace(x, w, y).lower(lowering_platforms=("cuda",)).compiler_ir()
     steps = []
     with program.context:
         for operation in _operations(program.operation):

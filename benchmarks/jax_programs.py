@@ -21,7 +21,7 @@ from jax.experimental import serialize_executable
 from benchmarks import jax_methods
 from benchmarks.chunk_rows import preferring
 from benchmarks.methods import Method, Program, describe
-from benchmarks.shapes import Mode, Shape
+from benchmarks.shapes import Mode
 
 # XLA chooses the algorithms of its matmuls by timing them, which fails where processes share the GPU. A program with
 # such a matmul is not kept.
@@ -81,18 +81,6 @@ def jitted_call(method: Method, mode: Mode) -> Any:
         return loss, *vjp(d_loss)
 
     return jax.jit(call)
-
-
-def arguments_of(shape: Shape, mode: Mode, method: Method, dtype: Any) -> tuple[Any, ...]:
-    """Returns the arguments of a jitted call of a shape, without arrays."""
-    weight = (shape.d, shape.v) if method.vocab_axis == 1 else (shape.v, shape.d)
-    return (
-        jax.ShapeDtypeStruct((shape.n, shape.d), dtype),
-        jax.ShapeDtypeStruct(weight, dtype),
-        jax.ShapeDtypeStruct((shape.n,), jnp.int32),
-        jax.ShapeDtypeStruct((shape.n,), jnp.float32) if mode.reduction == "none" else None,
-        *(jax.ShapeDtypeStruct((shape.n,), jnp.float32) for _ in mode.objective.per_token),
-    )
 
 
 def compile_call(method: Method, mode: Mode, arguments: tuple[Any, ...]) -> Compiled:
@@ -176,9 +164,17 @@ def compile_ahead(program: Program) -> Ahead:
     """Compiles one program, without arrays."""
     shape, mode = program.shape, program.mode
     method = jax_methods.METHODS[program.method]
+    weight = (shape.d, shape.v) if method.vocab_axis == 1 else (shape.v, shape.d)
+    arguments = (
+        jax.ShapeDtypeStruct((shape.n, shape.d), program.dtype),
+        jax.ShapeDtypeStruct(weight, program.dtype),
+        jax.ShapeDtypeStruct((shape.n,), jnp.int32),
+        jax.ShapeDtypeStruct((shape.n,), jnp.float32) if mode.reduction == "none" else None,
+        *(jax.ShapeDtypeStruct((shape.n,), jnp.float32) for _ in mode.objective.per_token),
+    )
     try:
         with nullcontext() if program.rows is None else preferring(program.rows):
-            compiled = compile_call(method, mode, arguments_of(shape, mode, method, program.dtype))
+            compiled = compile_call(method, mode, arguments)
     except Exception as error:  # its row will say the same
         return Ahead(f"{title(program)}: not compiled: {describe(error)}", None)
     if LIBRARY_MATMUL in compiled.program.as_text():
