@@ -7,40 +7,31 @@ benchmarks/results/same-launches.json. `--resume` then keeps the rows of the old
 
 A recorded call is the forward and backward pass of the mean loss without arrays, so no GPU is needed. Of core_triton
 every call of the grid is compared: all launches in order, with their grids, arguments and PTX, and the library's
-matmuls and other operators of PyTorch. Of jax_pallas, where a call takes seconds, only those that have a row of the
-older code are compared: the program that JAX makes for the GPU, and the code of its kernels (`jax_launches.py`).
+matmuls and other operators of PyTorch (`torch_launches.py`). Of jax_pallas, where a call takes seconds, only those that
+have a row of the older code are compared: the program that JAX makes for the GPU, and the code of its kernels
+(`jax_launches.py`).
 """
 
 import argparse
+import importlib
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from importlib.metadata import version
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
-
 from benchmarks import results
 from benchmarks.compare_child import check_origin
-from benchmarks.launch_recorder import Launch, compile_launch, fake_gpu, type_of
-from benchmarks.shapes import GRID, Mode, Shape, plan
+from benchmarks.shapes import GRID, plan
 
-CAPABILITY = 90  # of results.COMPARED_GPUS
-ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-VERSIONS = {"torch": ("torch", "triton"), "jax": ("jax", "jaxlib")}  # of what compiles the kernels
+COMPILERS = {"torch": ("torch", "triton"), "jax": ("jax", "jaxlib")}  # what compiles the kernels
 MOST_DIFFERENCES = 5  # that are printed
 PROGRESS_SECONDS = 20
 CODE = "code"  # of a kernel
@@ -49,110 +40,15 @@ CONSTEXPRS = "constexprs"  # what they change is in the code, so they only expla
 Step = dict[str, str]  # what is launched, then its grid, arguments, constexprs and options
 
 
-class Steps(TorchDispatchMode):
-    """While it is active, collects the steps of a call, those of kernels with their `Launch`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Step, Launch | None]] = []
-        self._storages: dict[int, tuple[int, Any]] = {}  # kept alive, so that no later one has the same address
-
-    def launched(self, launch: Launch, grid: tuple[int, ...], values: dict[str, Any]) -> None:
-        """Adds a launch."""
-        step = {"kernel": f"{launch.kernel.__module__}.{launch.kernel.__name__}", "grid": str(tuple(grid))}
-        constexprs = dict(launch.constexprs)
-        step |= {name: self._described(value) for name, value in values.items() if name not in constexprs}
-        step |= {name: repr(value) for name, value in launch.options}
-        self.found.append((step | {CONSTEXPRS: repr(constexprs)}, launch))
-
-    def multiplied(self, *matrices: Tensor, first: bool) -> None:
-        """Adds a matmul of the library."""
-        names = ("total", "a", "b")
-        operands = {name: self._described(matrix) for name, matrix in zip(names, matrices, strict=True)}
-        self.found.append(({"kernel": "matmul", **operands, "first": str(first)}, None))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from core_triton import operators, ops, problem
-
-        kwargs = kwargs or {}
-        if func is torch.ops.linear_ce.scaled.default:  # autograd scales in place where no operator is needed
-            factors, saved = ops.Factors(*args[:2]), problem.Gradients(*args[2:5])
-            with self:
-                ops.scale(saved, factors, saved, args[5])
-            return [gradient for gradient in saved if gradient is not None]
-        if func.namespace == "linear_ce":
-            with self:
-                return operators.IMPLEMENTATIONS[func._schema.name](*args, **kwargs)
-        if func.namespace == "aten" and not func.is_view and func.overloadpacket.__name__ not in ALLOCATIONS:
-            described = tree_map(self._described, (args, kwargs))
-            self.found.append(({"kernel": str(func), "arguments": str(described)}, None))
-        return func(*args, **kwargs)
-
-    def _described(self, value: Any) -> str:
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
-            layout = f"{list(value.shape)}, strides {list(value.stride())}"
-            return f"{value.dtype} {layout}, from {value.storage_offset()} of array {number}"
-        if hasattr(value, "block_shape"):  # a tensor descriptor
-            return f"{type_of(value)} {list(value.shape)}, strides {list(value.strides)}, {self._described(value.base)}"
-        return f"{type_of(value)} {value!r}" if isinstance(value, int | float) else repr(value)
-
-
-def steps_of(shape: Shape, mode: Mode, gpu: str) -> list[tuple[Step, Launch | None]]:
-    """Returns the steps of the forward and backward pass of a call."""
-    import core_triton
-
-    steps = Steps()
-    with fake_gpu(CAPABILITY, gpu, steps.launched, steps.multiplied), steps:
-        x, w = (
-            torch.empty(rows, shape.d, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-            for rows in (shape.n, shape.v)
-        )
-        y = torch.empty(shape.n, dtype=torch.int64, device="cuda")
-        loss: Any = core_triton.linear_cross_entropy(x, w, y, memory_budget=mode.memory_budget, implementation="triton")
-        with torch.no_grad():  # loss.backward() would need a GPU
-            loss.grad_fn.apply(torch.empty((), device="cuda"))
-    return steps.found
-
-
-def bare(ptx: str) -> str:
-    """Returns PTX without comments and without what only debuggers read."""
-    code, *debug = re.split(r"^\s*\.section\s+\.debug", ptx, maxsplit=1, flags=re.MULTILINE)
-    assert ".entry" not in "".join(debug)
-    code = re.sub(r"//.*|^\s*\.(loc|file)\s.*|^\$L__(tmp|func_begin|func_end)\d+:", "", code, flags=re.MULTILINE)
-    return "\n".join(line.strip() for line in code.splitlines() if line.strip())
-
-
-def code_of(launch: Launch) -> str:
-    """Returns a hash of the PTX of a launch and of its shared memory, which PTX does not contain."""
-    compiled = compile_launch(launch, CAPABILITY)
-    return results.short_hash(bare(compiled.ptx), str(compiled.shared))
-
-
-def coded_steps_of(shape: Shape, mode: Mode, gpu: str, codes: dict[Launch, str]) -> list[Step]:
-    """Returns the steps of a call with the code of kernels. `codes` keeps those that are known."""
-    steps = []
-    for step, launch in steps_of(shape, mode, gpu):
-        if launch is not None:
-            codes[launch] = codes.get(launch) or code_of(launch)
-            step[CODE] = codes[launch]
-        steps.append(step)
-    return steps
-
-
 def record(name: str, framework: str, calls: Sequence[str]) -> None:
     """Prints a line of JSON for each call: its name and its steps. The package must come from the working folder."""
+    recorder = importlib.import_module(f"benchmarks.{framework}_launches")
     check_origin(Path.cwd())
-    if framework == "torch":
-        record_steps: Callable[..., list[Step]] = partial(coded_steps_of, codes={})
-    else:
-        from benchmarks.jax_launches import steps_of as record_steps
     planned = {(shape.name, mode.name): (shape, mode) for shape, mode, _ in plan([GRID])}
     last = time.monotonic()
     for number, call in enumerate(calls, 1):
         shape, mode, gpu = call.split(", ")
-        print(json.dumps({"call": call, "steps": record_steps(*planned[shape, mode], gpu)}))
+        print(json.dumps({"call": call, "steps": recorder.steps_of(*planned[shape, mode], gpu)}))
         if time.monotonic() > last + PROGRESS_SECONDS or number == len(calls):
             last = time.monotonic()
             print(f"{name}: {number} of {len(calls)} calls", file=sys.stderr, flush=True)
@@ -212,17 +108,22 @@ def start(code: str, *path: Path, output: Any) -> subprocess.Popen[str]:
 HASH = "from benchmarks.results import source_hash; from pathlib import Path; print(source_hash({!r}, Path.cwd()))"
 
 
+def versions_of(framework: str) -> dict[str, str]:
+    """Returns the versions of what compiles a framework's kernels, as the files of results have them."""
+    return {name: importlib.import_module(name).__version__ for name in COMPILERS[framework]}
+
+
 def run(commit: str, framework: str, scratch: Path) -> int:
     """Compares a commit with the checkout, and writes the pair if they are the same; returns 1 if they are not."""
     code, benchmark = scratch / "code", scratch / "benchmark"
-    export(commit, code, *results.KERNELS.values(), "linear_ce")  # both packages, because this module imports one
+    export(commit, code, results.KERNELS[framework], "linear_ce")
     export(commit, benchmark, "benchmarks/*.py")
     # The commit's own function computes its hash, as in the rows that were measured with it.
     old, _ = start(HASH.format(framework), code, benchmark, output=subprocess.PIPE).communicate()
     old, new = old.strip(), results.source_hash(framework)
     if not old:
         raise SystemExit(f"OLD_COMMIT {commit} has no code_hash")
-    versions = {name: version(name) for name in VERSIONS[framework]}
+    versions = versions_of(framework)
     calls = [f"{shape.name}, {mode.name}, {gpu}" for gpu in results.COMPARED_GPUS for shape, mode, _ in plan([GRID])]
     if framework == "jax":
         calls = results.recorded_calls(framework, old, versions)

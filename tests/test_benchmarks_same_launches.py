@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import results, same_launches
+from benchmarks import jax_launches, results, same_launches
 from benchmarks.chunk_rows import preferring
 from benchmarks.launch_recorder import launch_of
-from benchmarks.same_launches import Step, Steps, bare, code_of, compare, difference, steps_of
+from benchmarks.same_launches import Step, compare, difference
 from benchmarks.shapes import MODES, Shape
+from benchmarks.torch_launches import Steps, bare, code_of, steps_and_launches
 
 H100, H200 = results.COMPARED_GPUS
 VERSIONS = {"torch": "1", "triton": "2"}
@@ -20,7 +21,7 @@ SMALL = Shape("small", 1024, 128, 5000)
 
 
 def recorded(shape: Shape = SMALL, gpu: str = H200) -> list[Step]:
-    return [step for step, _ in steps_of(shape, MODES["train"], gpu)]
+    return [step for step, _ in steps_and_launches(shape, MODES["train"], gpu)]
 
 
 def kernel_names(steps: list[Step]) -> list[str]:
@@ -172,6 +173,15 @@ def test_resuming_keeps_rows_of_code_that_launches_the_same(tmp_path: Path, monk
         assert files[H200].holds({**row, **other, "code_hash": "a"})
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_versions_are_those_of_recorded_rows(framework: str) -> None:
+    """`2.11.0` is not `2.11.0+cu130`, so pairs with it would keep no row."""
+    names = same_launches.versions_of(framework)
+    assert names == {name: __import__(name).__version__ for name in names}
+    for file in results.RECORDED.parent.glob(f"*/{framework}-grid.json"):
+        assert names.keys() <= json.loads(file.read_text())["versions"].keys()
+
+
 def test_only_compared_calls_of_jax_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "SAME_LAUNCHES", tmp_path / "same.json")
     monkeypatch.setattr(results, "RECORDED", tmp_path / "h200")
@@ -191,8 +201,6 @@ def test_only_compared_calls_of_jax_are_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_steps_of_a_program_of_jax_are_its_kernels() -> None:
-    from benchmarks import jax_launches
-
     found = jax_launches.steps_of(SMALL, MODES["train"], H200)
     assert difference(found, jax_launches.steps_of(SMALL, MODES["train"], H200)) is None
     names = [step["kernel"] for step in found]
