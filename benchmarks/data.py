@@ -52,6 +52,7 @@ EPSILON_LOW, EPSILON_HIGH, BETA = 0.2, 0.28, 0.04  # of GRPO; its KL divergence 
 CLIP_SHARE = 0.1  # of the tokens, for each bound
 CLIP_MARGIN = 0.1  # least distance of a log-ratio from a bound
 REF_DEVIATION = 0.3  # of the difference from the reference policy's log-probability
+LOW_BITS = 2**-8  # width of the relative differences that a number in bfloat16 rounds away
 ZIPF_SHIFT = 2.7  # of Mandelbrot's form of the distribution, which fits the most frequent words of English
 
 

@@ -173,6 +173,12 @@ def _draw(key: Array, cdf: Array, *, shape: Shape, dtype: str, targets: str) -> 
     }
 
 
+@jax.jit
+def _with_low_bits(weight: Array) -> Array:
+    low = jax.random.uniform(jax.random.key(2), weight.shape) - 0.5
+    return weight.astype(jnp.float32) * (1 + data.LOW_BITS * low)
+
+
 # XLA times the algorithms of a matmul, which takes seconds. That does not pay for programs that run only a few times.
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
@@ -281,6 +287,7 @@ class JaxProblem:
         self.upstream, self.ignored = arrays["upstream"], arrays["ignored"]
         self._weight_t: Array | None = None
         self._per_token: dict[Objective, tuple[Array, ...]] = {}
+        self._float32_head: Array | None = None
         self._references: dict[Any, tuple[Array, ...]] = {}
         self._floor_arrays: dict[int, tuple[Array, ...]] = {}
         self._floors: dict[tuple[bool, bool, int], Any] = {}
@@ -295,6 +302,15 @@ class JaxProblem:
         self._references.clear()
         self._floors.clear()
         self._floor_arrays.clear()
+
+    def head(self, mode: Mode) -> Array:
+        """Returns the mode's weight (V, D): with float32_head, one that rounds to `weight` and has bits below it."""
+        if not mode.float32_head:
+            return self.weight
+        if self._float32_head is not None:
+            return self._float32_head
+        self._float32_head = head = _with_low_bits(self.weight)
+        return head
 
     def targets(self, mode: Mode) -> Array:
         """Returns the targets (N,) int32, the mode's share of them ignored."""
@@ -314,16 +330,16 @@ class JaxProblem:
         """Returns losses, and d_input and d_weight where the mode has a backward pass, in float32."""
         per_token = self.per_token(mode.objective)
         for backward in (True, mode.backward):
-            key = (mode.reduction, mode.ignored, mode.objective, backward)
+            key = (mode.reduction, mode.ignored, mode.float32_head, mode.objective, backward)
             if key in self._references:
                 return self._references[key]
         self._references.clear()
         target = self.targets(mode)
         valid = target != -100
         row_weight = jnp.where(valid, self.upstream if mode.reduction == "none" else 1 / valid.sum(), 0.0)
-        arrays = self.input, self.weight, target, row_weight, *per_token
+        arrays = self.input, self.head(mode), target, row_weight, *per_token
         reference = _reference(*arrays, objective=mode.objective, backward=mode.backward)
-        self._references[mode.reduction, mode.ignored, mode.objective, mode.backward] = reference
+        self._references[mode.reduction, mode.ignored, mode.float32_head, mode.objective, mode.backward] = reference
         return reference
 
     def floor(self, mode: Mode) -> Floor:
@@ -364,7 +380,7 @@ class JaxProblem:
         program = Program(self.shape, self._dtype, method.name, mode, method.rows)
         if method.vocab_axis == 1 and self._weight_t is None:
             self._weight_t = jnp.array(self.weight.T)
-        weight = self._weight_t if method.vocab_axis == 1 else self.weight
+        weight = self._weight_t if method.vocab_axis == 1 else self.head(mode)
         upstream = self.upstream if mode.reduction == "none" else None
         arguments = (self.input, weight, self.targets(mode), upstream, *self.per_token(mode.objective))
         call, compiled, figures = self._programs.of(program, method, arguments)

@@ -33,6 +33,7 @@ def _jax_pallas(implementation: str) -> Callable[[Mode], LossFn]:
         token_loss = load("jax_pallas.token_losses").grpo(EPSILON_LOW, EPSILON_HIGH, BETA, kl="k3")
         options: dict[str, Any] = {
             "logit_scale": objective.logit_scale,
+            "head_precision": "float32" if mode.float32_head else None,
             "memory_budget": mode.memory_budget,
             "implementation": implementation,
         }

@@ -167,7 +167,7 @@ def compile_ahead(program: Program) -> Ahead:
     weight = (shape.d, shape.v) if method.vocab_axis == 1 else (shape.v, shape.d)
     arguments = (
         jax.ShapeDtypeStruct((shape.n, shape.d), program.dtype),
-        jax.ShapeDtypeStruct(weight, program.dtype),
+        jax.ShapeDtypeStruct(weight, jnp.float32 if mode.float32_head else program.dtype),
         jax.ShapeDtypeStruct((shape.n,), jnp.int32),
         jax.ShapeDtypeStruct((shape.n,), jnp.float32) if mode.reduction == "none" else None,
         *(jax.ShapeDtypeStruct((shape.n,), jnp.float32) for _ in mode.objective.per_token),

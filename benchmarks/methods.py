@@ -46,7 +46,7 @@ class Method:
         build: from a mode to a function (input, linear_weight, target, *per_token) -> loss, where per_token are the
             arrays of the mode's objective; raises `UnavailableError`.
         package: the distribution whose version goes into the row.
-        takes_budget: it has a memory_budget.
+        takes_budget: it has a memory_budget, and head_precision.
         vocab_axis: 1 where it wants linear_weight as (D, V).
         host: measured in the modes of host time and of CUDA graphs even if it is not named.
         grid: measured in the grid even if it is not named.
@@ -78,6 +78,8 @@ class Method:
             named: the method was selected by name.
         """
         if mode.objective.name not in self.objectives or (mode.measures.startswith("host") and self.kind == "floor"):
+            return False
+        if mode.float32_head and not self.takes_budget:  # other libraries round the weight, or the matmuls are float32
             return False
         if mode.measures in ("host-chunks", "host-compile"):
             return self.takes_budget and (named or self.host)

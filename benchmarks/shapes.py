@@ -61,6 +61,7 @@ class Mode:
         d_weight: computes the gradient of the weight. Without both, only the forward pass runs.
         memory_budget: bytes, for the methods that take one; only those are measured where it is given.
         saved_budget: bytes that the methods that take it may keep for the backward pass.
+        float32_head: the weight is float32, under an input of fewer bits, and all of its bits count.
         ignored: share of the targets that are ignore_index.
         measures: "pairs": time and the ratio to the floor. "graph": the same, both captured in CUDA graphs. "host": the
             host time of a call. "host-chunks": the host time of each further chunk. "host-compile": the host time
@@ -74,6 +75,7 @@ class Mode:
     d_weight: bool = True
     memory_budget: int | None = None
     saved_budget: int = 0
+    float32_head: bool = False
     ignored: float = 0.0
     measures: Literal["pairs", "graph", "host", "host-chunks", "host-compile"] = "pairs"
 
@@ -136,6 +138,7 @@ OBJECTIVE_MODES = {
         Mode("log-probs", reduction="none", objective=Objective("log-probs", TEMPERATURE)),
         Mode("log-probs-saved", reduction="none", objective=Objective("log-probs", TEMPERATURE), saved_budget=ALL_ROWS),
         Mode("smoothing", objective=Objective(label_smoothing=0.1)),
+        Mode("float32-head", float32_head=True),
     )
 }
 CALL_MODES = {

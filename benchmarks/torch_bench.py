@@ -211,7 +211,7 @@ class TorchProblem:
     ) -> None:
         self.shape, self.dtype_name, self.device, self._time_pairs = shape, dtype, device, time_pairs
         self.dtype = getattr(torch, dtype)
-        generator = torch.Generator(device).manual_seed(0)
+        generator = self._generator(0)
         normal = partial(torch.randn, generator=generator, device=device)
         uniform = torch.rand(shape.n, generator=generator, device=device, dtype=torch.float64)
         cdf = torch.from_numpy(data.zipf_cdf(shape.v)).to(device)
@@ -224,7 +224,7 @@ class TorchProblem:
         lean = largest * ((1 + lean) / 2 if targets == "sharp" else lean)
         x = data.input_deviation(targets) * normal(shape.n, shape.d) + lean * self.weight[self.target]
         if targets == "sharp":
-            more = torch.Generator(device).manual_seed(1)
+            more = self._generator(1)
             other = torch.searchsorted(cdf, torch.rand(shape.n, generator=more, device=device, dtype=torch.float64))
             share = torch.rand(shape.n, 1, generator=more, device=device)
             x += share * lean * self.weight[other.clamp_(max=shape.v - 1)]
@@ -233,6 +233,7 @@ class TorchProblem:
         self.upstream = normal(shape.n)
         self.ignored = torch.rand(shape.n, generator=generator, device=device)
         self._per_token: dict[Objective, tuple[Tensor, ...]] = {}
+        self._float32_head: Tensor | None = None
         self._references: dict[Any, Reference] = {}
         self._floors: dict[int, dict[str, Tensor]] = {}
         self._paddings: dict[tuple[bool, bool], int] = {}
@@ -241,10 +242,23 @@ class TorchProblem:
         loss = torch.nn.functional.cross_entropy(logits, self.target[sample])
         data.check_loss(float(loss), len(logits), shape.d, shape.v, targets)
 
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
     def forget(self) -> None:
         """Frees what only checks and floors need."""
         self._references.clear()
         self._floors.clear()
+
+    def head(self, mode: Mode) -> Tensor:
+        """Returns the mode's weight (V, D): with float32_head, one that rounds to `weight` and has bits below it."""
+        if not mode.float32_head:
+            return self.weight
+        if self._float32_head is not None:
+            return self._float32_head
+        low = torch.rand(self.weight.shape, generator=self._generator(2), device=self.device) - 0.5
+        self._float32_head = head = self.weight * (1 + data.LOW_BITS * low)
+        return head
 
     def targets(self, mode: Mode) -> Tensor:
         """Returns the targets (N,) int64, the mode's share of them ignored."""
@@ -264,14 +278,14 @@ class TorchProblem:
         """Returns losses and gradients computed in float32, a chunk of logits at a time."""
         objective, per_token = mode.objective, self.per_token(mode.objective)
         for backward in (True, mode.backward):
-            key = (mode.reduction, mode.ignored, objective, backward)
+            key = (mode.reduction, mode.ignored, mode.float32_head, objective, backward)
             if key in self._references:
                 return self._references[key]
         self._references.clear()  # two float32 d_weight at a time are one too many
         target = self.targets(mode)
         valid = target != -100
         row_weight = self.upstream if mode.reduction == "none" else valid / valid.sum()
-        weight = self.weight.float()
+        weight = self.head(mode).float()
         d_input = torch.empty(self.input.shape, dtype=torch.float32, device=self.device) if mode.backward else None
         d_weight = torch.zeros_like(weight) if mode.backward else None
         losses = []
@@ -293,7 +307,7 @@ class TorchProblem:
                 d_weight.addmm_(d_logits.T, x)
             del logits
         reference = Reference(torch.cat(losses), d_input, d_weight)
-        self._references[mode.reduction, mode.ignored, objective, mode.backward] = reference
+        self._references[mode.reduction, mode.ignored, mode.float32_head, objective, mode.backward] = reference
         return reference
 
     def floor(self, mode: Mode) -> Floor:
@@ -344,7 +358,7 @@ class TorchProblem:
             return Prepared(self.floor(mode).run)
         loss_fn, target, per_token = method.build(mode), self.targets(mode), self.per_token(mode.objective)
         x = self.input.detach().requires_grad_(mode.d_input)
-        w = self.weight.detach().requires_grad_(mode.d_weight)
+        w = self.head(mode).detach().requires_grad_(mode.d_weight)
         differentiated = [tensor for tensor in (x, w) if tensor.requires_grad]
         upstream = self.upstream if mode.reduction == "none" else None
 
@@ -374,7 +388,7 @@ class TorchProblem:
             figures = {"peak_bytes": peak, "workspace_bytes": max(peak - gradients, 0)}
         figures["repeats"] = all(torch.equal(a, b) for a, b in zip(results, run(), strict=True))
         figures |= self._errors(results, mode)
-        arguments = (self.input, self.weight, target, *per_token)
+        arguments = (self.input, self.head(mode), target, *per_token)
         return Prepared(run, figures, forward if mode.backward else None, loss_fn, arguments)
 
     def _errors(self, results: tuple[Tensor, ...], mode: Mode) -> dict[str, float | None]:
