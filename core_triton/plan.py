@@ -207,7 +207,7 @@ def smoothing_is_linear(key: PlanKey) -> bool:
     return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
-COPIES = 3  # copies of the head that a chunk usually makes where it must be cast: logits, their repair and d_input
+COPIES = 2  # copies of the head that a chunk usually makes where it must be cast: for the logits and for d_input
 
 
 def matmuls_of(key: PlanKey) -> tuple[str, ...]:
@@ -384,7 +384,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
                 row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
                 programs=key.device.multiprocessors,
-                cast_bytes=casts_head * COPIES * key.classes * hidden * (w.itemsize + x.itemsize),
+                cast_bytes=casts_head * COPIES * key.classes * (w.itemsize * hidden + x.itemsize * width),
                 gpu=key.device.gpu,
                 coefficients=COEFFICIENTS[key.device.gpu, "torch"],
             )
@@ -404,6 +404,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             statistics=1 if key.stage == "saved_rows" else key.statistics + (fits_float16 and needs_grad),
             tiling=tiling,
             splits_head=key.splits_head,
+            programs=key.device.multiprocessors * (key.splits_head and hopper),
             copied=copied,
             batch_invariant=key.batch_invariant,
             call=call,

@@ -164,13 +164,13 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         torch.addmm(total, a, b, out=total)
 
 
-def halves(w: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+def halves(w: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a float32 matrix (v, D) as the sum of two of another dtype, (v, 2D): the matrix rounded, and what is left
-    rounded: MATH.md (39). Writes them to `into` if not None."""
+    rounded: MATH.md (39). `head_copy.head_of` does the same for the kernels."""
     hidden = w.shape[1]
-    both = w.new_empty((len(w), 2 * hidden), dtype=dtype) if into is None else into
+    both = w.new_empty((len(w), 2 * hidden), dtype=dtype)
     both[:, :hidden] = w
-    torch.sub(w, both[:, :hidden], out=both[:, hidden : 2 * hidden])
+    torch.sub(w, both[:, :hidden], out=both[:, hidden:])
     return both
 
 

@@ -45,6 +45,7 @@ from core_triton import (
     tile_config,
 )
 from core_triton.float16 import Float16Rows
+from core_triton.head_copy import head_of
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import (
@@ -55,7 +56,6 @@ from core_triton.problem import (
     Problem,
     SavedRows,
     add_matmul,
-    halves,
     operand,
     plan_of,
 )
@@ -483,11 +483,11 @@ def _store_exponentials(
             half_tiles = _half_tiles(problem, config.rows)
             hit = None if rows.hit is None else At(rows.hit.view(torch.int8), number * half_tiles)
             hopper_logits.exponentials(
-                problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
+                problem, x, head_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
             )
         else:
             module = ampere_logits if plan.ampere_tile is not None else kernels
-            module.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
+            module.exponentials(problem, x, head_of(problem, vocab_chunk), vocab_chunk, active, **options)
     if by_row:
         row_statistics.keep_rows(n, first_block, sums=At(scratch, 0), top=At(rows.top, start))
     # The new reference exponents need the largest logits of all vocabulary chunks.
@@ -496,7 +496,7 @@ def _store_exponentials(
             kernels.repair(
                 problem,
                 x,
-                _weight_of(problem, vocab_chunk),
+                head_of(problem, vocab_chunk, options["flag"]),
                 vocab_chunk,
                 **options,
                 top=At(rows.top, start),
@@ -625,20 +625,6 @@ def _weights_of_token_loss(
     return At(weight, 0)
 
 
-def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
-    """Returns a vocabulary chunk of the head in the input's dtype, with rows that the kernels can read."""
-    plan, w, x = plan_of(problem), problem.linear_weight, problem.input
-    if not plan.casts_head:
-        return w if vocab_chunk.stop - vocab_chunk.start == len(w) else w[vocab_chunk]
-    hidden, splits = w.shape[1], problem.spec.splits_head
-    width = tile_config.padded_hidden(hidden * (1 + splits), x.itemsize)
-    copy = x.new_zeros((vocab_chunk.stop - vocab_chunk.start, width))
-    if splits:
-        return halves(w[vocab_chunk], x.dtype, copy)
-    copy[:, :hidden] = w[vocab_chunk]
-    return copy
-
-
 def _add_d_weight(
     problem: Problem, e: Tensor, x: Tensor, scratch: Tensor, active: Active, d_weight: ClassSum, *, first: bool
 ) -> None:
@@ -695,9 +681,10 @@ def _store_d_input(
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
         e_w = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
         for vocab_chunk in problem.vocab_chunks(config.head_rows):
-            e_chunk, w = operand(rows_of_e[:, vocab_chunk], e.dtype), problem.operand_of(vocab_chunk)
-            for i, half in enumerate(w.split(hidden, 1)):  # of a split head, or all of another
-                add_matmul(e_w, e_chunk, half, first=vocab_chunk.start == i == 0)
+            e_chunk, w = operand(rows_of_e[:, vocab_chunk], e.dtype), operand(head_of(problem, vocab_chunk), e.dtype)
+            for first in range(0, hidden * (1 + problem.spec.splits_head), hidden):
+                half = w[:, first : first + hidden]  # of a split head, or all of another
+                add_matmul(e_w, e_chunk, half, first=vocab_chunk.start == first == 0)
             del w, half  # else the chunk of the head stays alive until the next one exists
         row_kernels.finish_d_input(
             problem,

@@ -225,6 +225,10 @@ def choose_d_input_tiling(multiprocessors: int, ampere_tile: TileConfig | None) 
 
 CAST_BYTES = 2**25
 
+# Of both parts of a vocabulary chunk of a split head, at most. In less memory a chunk has few tiles, so that programs
+# are idle, and d_input's sum is read and written for each chunk.
+SPLIT_CAST_BYTES = 3 * 2**25
+
 # Of a float32 matmul of d_weight by cuBLAS, times a power of two: float16. Wide matmuls are faster.
 D_WEIGHT_BYTES, ROOMY_BUDGET = 2**25, 2**28
 
@@ -247,6 +251,7 @@ def choose_scaled_exp(
     statistics: int,
     tiling: DInputTiling | None,
     splits_head: bool = False,
+    programs: int = 0,
     copied: int = 0,
     batch_invariant: bool = False,
     call: chunk_cost.Call | None = None,
@@ -271,6 +276,8 @@ def choose_scaled_exp(
         statistics: how many numbers besides the sums a kernel writes for each row and class block.
         tiling: of the kernel that computes d_input; None if cuBLAS computes it.
         splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
+        programs: of the persistent kernel of the logits of a split head, whose vocabulary chunks are whole waves of
+            tiles; 0: they are not.
         copied: bytes of the contiguous copies of strided vectors.
         batch_invariant: the order of a row's sums must not depend on the number of rows and the budget. Then tiles of
             d_input have one size and are not split, and class blocks begin at multiples of `block_v`.
@@ -282,9 +289,9 @@ def choose_scaled_exp(
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
-    head_rows = classes
+    head_rows, cast_bytes = classes, SPLIT_CAST_BYTES if splits_head else CAST_BYTES
     if needs_cast:
-        limit = min(CAST_BYTES, budget // 4) // (itemsize * hidden)
+        limit = min(cast_bytes, budget // 4) // (itemsize * hidden)
         head_rows = min(classes, limit // block_v * block_v or (block_v if batch_invariant else MIN_VOCAB_CHUNK))
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
@@ -294,7 +301,7 @@ def choose_scaled_exp(
     d_weight_scratch = scales_d_weight * min(classes, MIN_VOCAB_CHUNK) * hidden
     if budget >= ROOMY_BUDGET:
         d_weight_scratch = scales_d_weight * min(classes * hidden, D_WEIGHT_BYTES // 4)
-    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
+    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + cast_bytes * needs_cast)
 
     @cache
     def schedule_of(rows: int, tile_rows: int, splits_tiles: bool) -> SplitKSchedule:
@@ -309,7 +316,13 @@ def choose_scaled_exp(
         partial_tiles = max(schedule_of(size, tile_rows, splits_tiles).partial_tiles for size in sizes)
         return partial_tiles * tile_rows * D_BLOCK
 
+    def whole_waves(rows: int, head_rows: int) -> int:
+        row_blocks = -(-rows // ROW_BLOCK)
+        waves = programs and head_rows // block_v * row_blocks // programs
+        return max(1, waves * programs // row_blocks) * block_v if waves else head_rows
+
     def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int) -> ScaledExpConfig:
+        head_rows = whole_waves(rows, head_rows)
         d_input_rows = tile_rows if tiling else rows if needs_cast else min(rows, D_INPUT_ROWS)
         d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)

@@ -236,7 +236,9 @@ def exponentials_epilogue(
     values = half.masked(jnp.exp2(exponents), piece, 0.0)
     found = {}
     if switches.statistics & ENTROPY:
-        found["exp_logs"] = (values * jnp.maximum(exponents, NO_PROBABILITY)).sum(1)  # 0 times it is 0
+        # 0 times it is 0. Past the last class it may be NaN.
+        exponents = half.masked(jnp.maximum(exponents, NO_PROBABILITY), piece, 0.0)
+        found["exp_logs"] = (values * exponents).sum(1)
     found["sums"] = values.sum(1)
     if switches.statistics & LOGIT_SUM:
         found["logit_sums"] = half.masked(capped, piece, 0.0).sum(1)
