@@ -202,10 +202,10 @@ def store_exponentials(
     # One look at the tile for both, or registers would spill.
     at_targets(part, load(io.target_ref, first_row + part.row, mask=part.inside), part.logits, put_target)
     exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
-    store(io.sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
-    if io.exp_log_ref is not None:
+    if io.exp_log_ref is not None:  # first, or registers would spill
         terms = jnp.where(exponentials == 0, 0.0, exponentials * (part.logits - reference[:, None]))
         store(io.exp_log_ref, *part.by_block, values=terms.sum(1), mask=part.inside)
+    store(io.sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
     if io.square_ref is not None:
         store(io.square_ref, *part.by_block, values=lax.square(exponentials).sum(1), mask=part.inside)
     if io.e_ref is not None:
@@ -310,8 +310,6 @@ def repair_kernel(
     matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-7:]
     first_row, first_flag, launch_step = scalars_ref[1], scalars_ref[2], scalars_ref[3]
     program = pl.program_id(0)
-    # e has a branch of its own, or registers would spill.
-    apart = total_ref is not None or results[-1] is not None or results[-2] is not None
 
     def tile(blocks: tuple[Array, Array]) -> None:
         part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
@@ -327,18 +325,17 @@ def repair_kernel(
             ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside), repair.top_exponent)
             sum_ref, target_exp_ref, target_logit_ref, exp_log_ref, square_ref = results
             of_targets = target_exp_ref, target_logit_ref
-            with_sums = None if apart else e_ref
-            io = ExponentialsIO(target_ref, with_sums, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
+            all_rows = e_ref if total_ref is None else None
+            io = ExponentialsIO(target_ref, all_rows, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
             store_exponentials(matmul, part, ref_exponent, io, first_row)
 
-        if e_ref is None or not apart:
+        if total_ref is None or e_ref is None:
             return
 
+        # A branch of its own, or registers would spill.
         @pl.when(launch_step > FINDS)
-        def _redo_e() -> None:
-            lost = part.inside
-            if total_ref is not None:
-                lost &= leaves_range(load(total_ref, part.row, mask=part.inside))
+        def _redo_rows() -> None:
+            lost = part.inside & leaves_range(load(total_ref, part.row, mask=part.inside))
             reference = repaired_ref_exponent(load(top_ref, at, mask=lost), repair.top_exponent) * LN_2
             exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
             store_e(matmul, part._replace(inside=lost), exponentials, e_ref)

@@ -520,7 +520,11 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("one_class", {"vocab": 1, "has_bias": True}, _TWO),
     ("ignored_all", {"ignored": "all", "poison": ("ignored_rows",)}, _TWO),
     ("nan_ignored", {"ignored": "some", "poison": ("ignored_rows",), "has_bias": True}, _ALL),
-    ("nan_padding", {"poison": ("padding",), "spec": LossSpec(vocab_size=500), "has_bias": True}, _TWO),
+    (
+        "nan_padding",
+        {"hidden": 64, "poison": ("padding",), "spec": LossSpec(vocab_size=500), "has_bias": True},
+        _TWO,
+    ),
     ("target_range", {"poison": ("target_range",), "has_bias": True, "ignored": "some"}, _TWO),
     ("masked_vocabulary", {"poison": ("bias_neg_inf",), "has_bias": True}, _ALL),
     ("masked_target", {"poison": ("bias_neg_inf_target",), "has_bias": True}, _TWO),
@@ -563,7 +567,12 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("zero_normalizer", {**_CLIP, "normalizer": 0.0}, _ONE),
     ("nan_ignored-mean", {**_BONUS, "poison": ("ignored_rows",), "ignored": "some", "has_bias": True}, _BF16),
     ("nan_masked-none", {**_KL, "poison": ("masked_rows",), "token_weight": "mask", "spec": _NONE}, _ONE),
-    ("nan_padding", {**_KL, "poison": ("padding",), "spec": LossSpec("sum", vocab_size=500), "has_bias": True}, _BF16),
+    (
+        "nan_padding",
+        {**_BONUS, **_STATS, "hidden": 64, "poison": ("padding",), "spec": LossSpec("sum", vocab_size=500)}
+        | {"has_bias": True},
+        _BF16,
+    ),
     ("target_range-mean", {**_KL, "poison": ("target_range",), "has_bias": True}, _16_BITS),
     ("target_range-none", {**_BONUS, "poison": ("target_range",), "spec": LossSpec("none", vocab_size=500)}, _ONE),
     ("masked_target", {**_BONUS, "poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _ONE),
