@@ -113,15 +113,13 @@ SHAPES = {
     )
 }
 
-LEAN = 128 * 2**20  # bytes: less than any other library takes
-
 MODES = {
     mode.name: mode
     for mode in (
         Mode("train"),
         Mode("roomy", memory_budget=2 * 2**30),
         Mode("tight", memory_budget=256 * 2**20),
-        Mode("lean", memory_budget=LEAN),
+        Mode("lean", memory_budget=128 * 2**20),
         Mode("none", reduction="none"),
         Mode("eval", d_input=False, d_weight=False),
         Mode("frozen-weight", d_weight=False),
@@ -133,14 +131,15 @@ MODES = {
 # The modes below are not of the whole plan: they are measured only where they are named.
 TEMPERATURE = 0.7  # of the log-probabilities
 LOG_PROBS, TOKEN_LOSS = Objective("log-probs", TEMPERATURE), Objective("token-loss", TEMPERATURE)
+LEAST_OF_OTHERS = 200 * 2**20  # bytes: less than any other library takes
 ALL_ROWS = 2**40  # bytes: more than the rows of any shape
 OBJECTIVE_MODES = {
     mode.name: mode
     for mode in (
         Mode("token-loss", objective=TOKEN_LOSS),
-        Mode("token-loss-lean", objective=TOKEN_LOSS, memory_budget=LEAN),
+        Mode("token-loss-200", objective=TOKEN_LOSS, memory_budget=LEAST_OF_OTHERS),
         Mode("log-probs", reduction="none", objective=LOG_PROBS),
-        Mode("log-probs-lean", reduction="none", objective=LOG_PROBS, memory_budget=LEAN),
+        Mode("log-probs-200", reduction="none", objective=LOG_PROBS, memory_budget=LEAST_OF_OTHERS),
         Mode("log-probs-saved", reduction="none", objective=LOG_PROBS, saved_budget=ALL_ROWS),
         Mode("smoothing", objective=Objective(label_smoothing=0.1)),
         Mode("float32-head", float32_head=True),

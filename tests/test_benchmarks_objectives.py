@@ -275,7 +275,7 @@ def test_methods_are_left_out_of_the_modes_of_other_objectives() -> None:
     for name in ("floor", "triton"):
         assert all(methods[name].applies(mode) for mode in OBJECTIVE_MODES.values())
     without_eager = [name for name, mode in OBJECTIVE_MODES.items() if not methods["eager"].applies(mode)]
-    assert without_eager == ["token-loss-lean", "log-probs-lean", "float32-head"]
+    assert without_eager == ["token-loss-200", "log-probs-200", "float32-head"]
     items = plan(modes=list(OBJECTIVE_MODES))
     assert {shape.name for shape, _, _ in items} == set(OBJECTIVE_SHAPES)
     assert len(items) == len(OBJECTIVE_MODES) * len(OBJECTIVE_SHAPES)
