@@ -46,7 +46,9 @@ from core_triton import (
     target_grad,
     token_losses,
 )
-from core_triton.problem import NeedsGrad, Problem, plan_of
+from core_triton.head_copy import copy_head_kernel
+from core_triton.launch import launch
+from core_triton.problem import NeedsGrad, Problem, halves, plan_of
 from core_triton.stored_logits import STORED_TILES
 from core_triton.token_hook import TokenHook
 from linear_ce.chunking import ChunkConfig
@@ -455,6 +457,43 @@ def run_head_chunks(dtype: torch.dtype, generator: torch.Generator) -> None:
             )
         difference = abs(float((losses[0] - losses[1]).detach())) / 1e-6
         say(name=f"vocabulary chunks of a float32 head, gradients {differentiates}", used={"loss": 100 * difference})
+
+
+def run_head_copy() -> None:
+    """Copies heads directly, and in calls that need the copies for the repair of their last row block."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(18, 300, generator=generator)
+    for splits, classes, width in ((False, 18, 304), (True, 17, 600)):
+        for matrix in (w, w.T.contiguous().T):
+            expected = w.new_zeros((classes, width)).bfloat16()
+            expected[:, :300] = w[:classes]
+            if splits:
+                expected = halves(w[:classes], torch.bfloat16)
+            for flags in (None, [0, 0], [0, 1]):
+                copy = torch.full_like(expected, 7.0)
+                flag = None if flags is None else torch.tensor(flags, dtype=torch.int32)
+                sizes = 4, classes, 300, width
+                arguments = matrix[:classes], copy, flag, *matrix.stride(), *sizes
+                launch(copy_head_kernel, (3,), *arguments, SPLITS=splits, BLOCK_V=16, BLOCK_D=256, num_warps=8)
+                wrong = (copy != (7.0 if flags == [0, 0] else expected)).sum()
+                say(name=f"copy of {classes} classes, flags {flags}", used={"wrong": 100.0 * int(wrong)})
+    x, head = torch.randn(130, 20, generator=generator).bfloat16(), torch.randn(140, 20, generator=generator)
+    logits = x.float() @ head.T
+    # Far below the largest logit in the last row block only.
+    target = torch.where(torch.arange(130) < 128, logits.argmax(1), logits.argmin(1))
+    for head_precision in (None, "float32"):
+        gradients = []
+        for implementation in (Running.implementation, "chunked"):
+            arrays = x.clone().requires_grad_(), head.clone().requires_grad_()
+            options: dict[str, Any] = {"head_precision": head_precision, "logit_scale": 20.0}
+            core_triton.linear_cross_entropy(*arrays, target, implementation=implementation, **options).backward()
+            gradients.append([array.grad for array in arrays])
+        used = {}
+        for name, found, wanted in zip(("d_input", "d_weight"), *gradients, strict=True):
+            assert found is not None
+            assert wanted is not None
+            used[name] = 100 * error(found.float().numpy(), wanted.float().numpy()) / 0.01
+        say(name=f"repair with head_precision {head_precision}", used=used)
 
 
 def run_segments(generator: torch.Generator) -> None:
@@ -936,6 +975,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "kept_rows": run_kept_rows,
     "batch_invariant": run_batch_invariant,
     "token_kernel": run_token_kernel,
+    "head_copy": run_head_copy,
     "rows": run_rows,
     "stored": run_stored,
     "scale": run_scale,

@@ -568,6 +568,7 @@ SMOOTHING = (
 INTO, JAX_INTO = ("tests/test_core_triton_grad_into.py",), ("tests/test_jax_pallas_grad_into.py",)
 SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_jax_pallas_head_precision.py",)
 SPLIT_TILES = tests("jax_pallas_hopper_logits", "test_exponentials and split")
+HEAD_COPY = tests("core_triton_interpreted", "copies_of_a_head")
 SPLIT_CASES = tests("core_triton_interpreted", "edges-bfloat16 and not sm80")
 HEAD_FLOAT32 = (
     Mutation("core_triton/problem.py", "if self.adds or not first:", "if not first:", INTO),
@@ -598,7 +599,11 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/problem.py", "torch.sub(w, both[:, :hidden]", "torch.sub(w, w", SPLIT),
     Mutation("core_triton/chunked.py", "+ d_input[:, problem.input.shape[1] :]", "", SPLIT),
     Mutation("core_triton/scaled_exp.py", "chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]", "pass", SPLIT_CASES),
-    Mutation("core_triton/scaled_exp.py", "first=vocab_chunk.start == i == 0)", "first=i == 0)", SPLIT_CASES),
+    Mutation("core_triton/scaled_exp.py", "first=vocab_chunk.start == first == 0)", "first=first == 0)", SPLIT_CASES),
+    Mutation("core_triton/head_copy.py", "low = (w - high.to(tl.float32))", "low = (w - w)", HEAD_COPY),
+    Mutation("core_triton/head_copy.py", "end = hidden\n", "pass\n", HEAD_COPY),
+    Mutation("core_triton/head_copy.py", "flagged(flag_ptr, row_blocks) != 0", "flag_ptr is None", HEAD_COPY),
+    Mutation("core_triton/head_copy.py", "2 * flag.tensor.shape[1]", "1", HEAD_COPY),
     Mutation("core_triton/smoothing.py", "sums.view(-1, len(mean_row)).sum(0)", "sums[len(mean_row) :]", SPLIT_CASES),
     Mutation("core_triton/row_kernels.py", "if not SPLITS_HEAD:", "if True:", SPLIT_CASES),
     Mutation(
@@ -609,6 +614,12 @@ HEAD_FLOAT32 = (
     ),
     Mutation(
         "jax_pallas/chunked.py", "d_rows.reshape(len(d_rows), 2, -1).sum(1)", "d_rows[:, : x.shape[1] // 2]", JAX_SPLIT
+    ),
+    Mutation(
+        "jax_pallas/hopper_logits.py",
+        "half.masked(jnp.maximum(exponents, NO_PROBABILITY), piece, 0.0)",
+        "jnp.maximum(exponents, NO_PROBABILITY)",
+        tests("jax_pallas_hopper_logits", "test_exponentials and options"),
     ),
     Mutation("jax_pallas/kernels.py", "else halves_of(w):", "else halves_of(w)[:1]:", JAX_SPLIT),
     Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),

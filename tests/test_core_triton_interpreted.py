@@ -244,6 +244,12 @@ def test_named_token_losses_in_one_kernel(results: Results) -> None:
     assert_within_budget(results)
 
 
+@pytest.mark.parametrize("program", [quick("head_copy")])
+def test_copies_of_a_head(results: Results) -> None:
+    assert_within_budget(results)
+    assert len(results) == 14
+
+
 @pytest.mark.parametrize("program", [quick("rows")])
 def test_rows_of_several_programs(results: Results) -> None:
     assert_within_budget(results)
