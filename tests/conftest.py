@@ -72,7 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("-m gpu does not work with -n: each worker would start the programs of all tests")
 
 
-QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_", "test_parity", "test_benchmarks")
+QUICKLY_COMPILED = (
+    *("test_flax_", "test_examples", "test_jax_pallas_", "test_parity", "test_benchmarks"),
+    *("test_pages", "test_sequence_losses"),
+)
 # Programs on a GPU use all optimizations, and so do programs that a test measures or that depend on fused multiply-add.
 WELL_COMPILED = ("_gpu", "_memory", "_sign")
 
@@ -88,6 +91,40 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with quick_callbacks(), nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_are_hashed_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Benchmarks hash the sources for every row and every run, which takes a second. No test changes the checkout."""
+    if not request.module.__name__.startswith("test_benchmarks"):
+        yield
+        return
+    from benchmarks import results
+
+    kernel_files, file_hash, hashes = results.kernel_files, results.file_hash, HASHES
+
+    def files_once(framework: str, root: Path) -> set[Path]:
+        if root != results.ROOT:
+            return kernel_files(framework, root)
+        if framework not in hashes:
+            hashes[framework] = kernel_files(framework, root)
+        return hashes[framework]
+
+    def hash_once(*files: Path, root: Path = results.ROOT) -> str:
+        if root != results.ROOT:
+            return file_hash(*files, root=root)
+        names = frozenset(files)
+        if names not in hashes:
+            hashes[names] = file_hash(*files)
+        return hashes[names]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "kernel_files", files_once)
+        patch.setattr(results, "file_hash", hash_once)
+        yield
+
+
+HASHES: dict[Any, Any] = {}  # by framework, the files of its kernels, and by files, their hash
 
 
 @pytest.fixture(scope="module")

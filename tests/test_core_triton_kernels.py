@@ -234,7 +234,7 @@ def multiplies(launch: Launch) -> str:
 
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each program takes besides its own
 MATRIX_UNITS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-# The GPUs and operand dtypes for which the quick suite compiles launches.
+# The GPUs and operand dtypes of which the tests compile a launch of each kernel.
 SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (89, "bf16"), (100, "bf16")]
 
 
@@ -324,6 +324,8 @@ def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, ste
         assert {inner: step, "STAGES": stages}.items() <= dict(launch.constexprs).items()
         shared = compile_launch(launch, arch).shared
         assert 2 * (shared + RESERVED) <= SHARED_MEMORY[arch] + RESERVED, f"{launch.name} takes {shared} bytes"
+        assert not compile_launch(launch, arch).stack, f"{launch.name} spills registers"
+        assert_pipelined(launch, arch)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")

@@ -399,7 +399,8 @@ def test_a_log_prob_that_is_nan_makes_the_row_nan(implementation: str, dtype: st
     options: dict[str, Any] = {"implementation": implementation}
     losses = loss_of(arrays, reduction="none", **options)
     assert jnp.isnan(losses).tolist() == [i == 4 for i in range(12)]
-    for reduction in ("mean", "none"):
+    # The gradients of each reduction take seconds to compile with kernels. The slow case has both.
+    for reduction in ("mean",) if implementation == "pallas_triton" and bad == "input" else ("mean", "none"):
         options["reduction"] = reduction
         value, found = gradients(lambda arrays: loss_of(arrays, **options).sum(), arrays, ARGUMENTS[:2])
         assert jnp.isnan(value)
