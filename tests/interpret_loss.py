@@ -570,6 +570,17 @@ def run_head_copy() -> None:
             assert wanted is not None
             used[name] = 100 * error(found.float().numpy(), wanted.float().numpy()) / 0.01
         say(name=f"repair with head_precision {head_precision}", used=used)
+    # Rounding this head takes the same share of each number. The error of d_input must not be such a share.
+    head = (head.bfloat16().float() * (1 + 0.9 * 2.0**-9)).requires_grad_(False)
+    target, found, exact = logits.argmin(1), x.clone().requires_grad_(), x.float().requires_grad_()
+    core_triton.linear_cross_entropy(
+        found, head, target, head_precision="float32", logit_scale=20.0, implementation=Running.implementation
+    ).backward()
+    core_triton.linear_cross_entropy(exact, head, target, logit_scale=20.0, implementation="chunked").backward()
+    assert found.grad is not None
+    assert exact.grad is not None
+    share = ((found.grad - exact.grad) * exact.grad).sum() / exact.grad.square().sum()
+    say(name="d_input of a head that is not rounded", used={"share": 100 * abs(float(share)) / 2e-4})
 
 
 def run_segments(generator: torch.Generator) -> None:

@@ -605,7 +605,7 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/head_copy.py", "flagged(flag_ptr, row_blocks) != 0", "flag_ptr is None", HEAD_COPY),
     Mutation("core_triton/head_copy.py", "2 * flag.tensor.shape[1]", "1", HEAD_COPY),
     Mutation("core_triton/smoothing.py", "sums.view(-1, len(mean_row)).sum(0)", "sums[len(mean_row) :]", SPLIT_CASES),
-    Mutation("core_triton/row_kernels.py", "if not SPLITS_HEAD:", "if True:", SPLIT_CASES),
+    Mutation("core_triton/row_kernels.py", "if not SPLITS_HEAD:", "if True:", HEAD_COPY),
     Mutation(
         "jax_pallas/problem.py",
         "lax.reduce_precision(w, finfo.nexp, finfo.nmant)",
