@@ -42,6 +42,7 @@ from core_triton import (
     recompute,
     row_kernels,
     row_math,
+    row_statistics,
     scaled_exp,
     target_grad,
     token_losses,
@@ -55,7 +56,7 @@ from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
-from linear_ce.statistics import LOGIT_SUM, OF_LOGITS
+from linear_ce.statistics import ARGMAX, LOGIT_SUM, OF_LOGITS, SQUARES
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import FP16_LOSS_SCALE, Case, cases
@@ -889,6 +890,27 @@ def run_rows() -> None:
         right &= torch.equal(packed_weight, want[first]) and int(count) == int((want != 0).sum())
         used["packing"] = 0.0 if right and not zeros.any() and not hit.any() else 200.0
         say(name=name, used=used)
+    run_merge(generator)
+
+
+def run_merge(generator: torch.Generator) -> None:
+    """Merges the largest logits, their columns and the sums of exponentials and of their squares of three blocks."""
+    n, width = 5, 20
+    logits = torch.randn(n, 3 * width, generator=generator)
+    blocks = logits.view(n, 3, width)
+    top = blocks.amax(2)
+    exponentials = (blocks - top[:, :, None]).exp()
+    of_top = torch.stack([top, blocks.argmax(2).float(), exponentials.square().sum(2)]).permute(2, 0, 1).contiguous()
+    sums, sum_exp_log = exponentials.sum(2).T.contiguous(), torch.zeros(3, n)
+    argmax, sum_squared = torch.empty(n, dtype=torch.int64), torch.empty(n)
+    row_statistics.merge(of_top, sums, None, sum_exp_log, argmax, sum_squared, ARGMAX | SQUARES, 3, width, n)
+    all_exponentials = (logits - logits.amax(1, keepdim=True)).exp()
+    pairs = {
+        "sum": (sums[0], all_exponentials.sum(1)),
+        "squares": (sum_squared, all_exponentials.square().sum(1)),
+        "argmax": (argmax.float(), logits.argmax(1).float()),
+    }
+    say(name="merge", used={name: 100 * error(a.numpy(), b.numpy()) / 1e-6 for name, (a, b) in pairs.items()})
 
 
 def run_stored() -> None:

@@ -451,7 +451,12 @@ TOKEN_STATS = (
         "rows, stride, class_blocks, BLOCK_N, BLOCK_T)",
         KERNEL_STATS,
     ),
-    Mutation("core_triton/row_statistics.py", "squares += factor * factor", "squares += factor", KERNEL_STATS),
+    Mutation(
+        "core_triton/row_statistics.py",
+        "squares += factor * factor",
+        "squares += factor",
+        tests("core_triton_interpreted", "rows_of_several"),
+    ),
     Mutation("core_triton/row_statistics.py", "(tl.max(lost, 0) == 0)", "(tl.max(lost, 0) != 0)", KEPT_ROWS),
     Mutation("core_triton/scaled_exp.py", "OF_BLOCKS, statistics & BY_ROW != 0", "OF_BLOCKS, False", KEPT_ROWS),
     Mutation("core_triton/scaled_exp.py", "lse_out=unused", "lse_out=rows.lse_out", KERNEL_STATS),
