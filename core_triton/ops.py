@@ -137,7 +137,7 @@ class LossAndGradients(torch.autograd.Function):
         ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, bool, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, weights, options, statistics, reduce, needs_grad, grad_into = call
-        ctx.adds = AddsOnce(grad_into, assumes_one=True)
+        ctx.adds = AddsOnce(grad_into)
         if is_eager(arrays) or grad_into is not None:
             found, gradients, scales = run_loss_and_gradients(*call)
         else:
@@ -173,7 +173,7 @@ class RowLosses(torch.autograd.Function):
         ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, weights, options, statistics, needs_grad, grad_into = call
-        ctx.adds = AddsOnce(grad_into, assumes_one=False)
+        ctx.grad_into = grad_into
         if is_eager(arrays) or grad_into is not None:
             found = run_losses(arrays, weights, options, statistics, needs_grad)
         else:
@@ -187,12 +187,11 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.adds.check(d_loss)
         d_entropy = Losses(d_loss, *others).entropy  # pyright: ignore[reportArgumentType]
         if d_loss is None and d_entropy is None:
             return None, None, None, None
         *saved, row_weight, lse, entropy = ctx.saved_tensors
-        arrays, needs_grad, into = Arrays(*saved), NeedsGrad(*ctx.needs_input_grad[1:]), ctx.adds.grad_into
+        arrays, needs_grad, into = Arrays(*saved), NeedsGrad(*ctx.needs_input_grad[1:]), ctx.grad_into
         upstream = None if d_loss is None else torch.where(row_weight != 0, d_loss * row_weight, 0.0)
         if d_entropy is None and upstream is not None:
             return None, *_row_gradients(arrays, ctx.options, upstream, lse, needs_grad, into)
@@ -206,7 +205,7 @@ class RowLogProbs(torch.autograd.Function):
         ctx: Any, call: tuple[Arrays, Options, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, options, needs_grad, grad_into = call
-        ctx.adds = AddsOnce(grad_into, assumes_one=False)
+        ctx.grad_into = grad_into
         if is_eager(arrays) or grad_into is not None:
             found = run_log_probs(arrays, options, needs_grad)
         else:
@@ -224,10 +223,9 @@ class RowLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, d_log_prob: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        ctx.adds.check(d_log_prob)
         *saved, entropy, lse, row_weight = ctx.saved_tensors
         arrays, options, needs_grad = Arrays(*saved), ctx.options, NeedsGrad(*ctx.needs_input_grad[1:])
-        into = ctx.adds.grad_into
+        into = ctx.grad_into
         if d_entropy is None and d_lse is None:
             if d_log_prob is None:
                 return None, None, None, None

@@ -579,7 +579,6 @@ HEAD_FLOAT32 = (
     Mutation(
         "core_triton/grad_into.py", "    if explains or not torch.is_grad_enabled():\n        return None", "", INTO
     ),
-    Mutation("core_triton/grad_into.py", "is None or not self.assumes_one:", "is None:", INTO),
     Mutation("core_triton/grad_into.py", "not torch.compiler.is_compiling() and _overlap", "False and _overlap", INTO),
     Mutation("core_triton/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", INTO),
     Mutation("jax_pallas/problem.py", "return HeadSums(problem.grad_into, d_bias)", "pass", JAX_INTO),
