@@ -582,7 +582,8 @@ def explain(
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
             head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
         with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
-            of the entropy of `linear_log_probs`.
+            of the entropy of `linear_log_probs`. A backward pass of `linear_log_probs` may need that gradient, so its
+            forward pass raises for the same memory_budget as this function with with_entropy.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -622,18 +623,17 @@ def explain(
     classes, budget, name = decide(spec, input.device, infos, *how, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
-    stage: Stage = "statistics" if batch_invariant else "losses"
-    if gradients:
-        stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
-        if with_entropy and reduction != "none":
-            stage = "entropy_loss_and_gradients"
     needs_grad = NeedsGrad(gradients, gradients, False)
     given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
-    if check_saved_budget(saved_budget, reduction, **given) and gradients:
-        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
+    check_saved_budget(saved_budget, reduction, **given)
+    asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
+    if gradients and reduction == "none":
+        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu, **asked)
     else:
-        asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant, "device": gpu}
-        plan = ops.plan_for(problem, stage, budget, name, needs_grad, **asked)
+        stage: Stage = "statistics" if batch_invariant else "losses"
+        if gradients:
+            stage = "entropy_loss_and_gradients" if with_entropy else "loss_and_gradients"
+        plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu, **asked)
     return Explanation(*choose(input.device, implementation, gpu), plan)
 
 
