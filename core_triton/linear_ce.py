@@ -620,7 +620,7 @@ def explain(
     named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    classes, budget, name = decide(spec, input.device, infos, *how, gpu)
+    classes, budget, saved_budget, name = decide(spec, input.device, infos, *how, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
     needs_grad = NeedsGrad(gradients, gradients, False)

@@ -273,8 +273,7 @@ def check_batch_invariant(
     """Returns `batch_invariant`; raises TypeError if it is not a bool, or ValueError if it is True and another option
     makes the results of a row depend on other rows. `implementation`: the one that is asked for, or that runs, and
     why."""
-    if not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant must be a bool, got {type(batch_invariant).__name__}")
+    check_flag("batch_invariant", batch_invariant)
     if batch_invariant and implementation == "chunked":
         why = "" if reason is None else f" ({reason})"
         raise ValueError(f"batch_invariant=True needs the kernels, got implementation 'chunked'{why}")
