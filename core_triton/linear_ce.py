@@ -376,7 +376,9 @@ def linear_token_loss(
     Returns:
         float32 loss, () or, for reduction "none", (...,). Rows that do not contribute have no effect, even if
         their per_token hold NaN. Where log_prob is NaN (a target that is neither a class nor ignore_index, a NaN
-        logit), the loss and the gradients are NaN, whatever token_loss returns.
+        logit), the loss and the gradients are NaN, whatever token_loss returns. There is one exception: with reduction
+        "none", a per_token in which token_loss is constant gets no gradient from autograd, so it is not NaN there. An
+        example is old_log_prob of `token_losses.cispo`.
 
     Raises:
         TypeError: as `linear_cross_entropy`; token_loss is not callable, or returns anything but a float32 Tensor.
