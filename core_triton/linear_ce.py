@@ -110,7 +110,7 @@ def linear_cross_entropy(
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
         linear_weight: (V, D) head, any strides; input's dtype or float32. A float32 head is rounded to input's dtype
-            one vocabulary chunk at a time, and its gradient is float32.
+            one vocabulary chunk at a time, unless head_precision is "float32". Its gradient is float32 in both cases.
         target: (...,) class indices, any integer dtype. If a target is neither a class nor `ignore_index`, the loss
             and the gradients are NaN; `check_targets` finds such targets.
         linear_bias: (V,) input's dtype or float32.
@@ -131,7 +131,8 @@ def linear_cross_entropy(
         saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
             results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
             matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
-            with grad_into and with head_precision "float32".
+            with grad_into, with head_precision "float32" and with batch_invariant. With the kernels it must also be 0
+            for a float16 input, and for label smoothing with a bfloat16 input.
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
@@ -153,7 +154,7 @@ def linear_cross_entropy(
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
-            "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
+            "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-8. d_weight is
             float32 in both cases.
         batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
             bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
@@ -290,6 +291,8 @@ def linear_log_probs(
         grad_into: (V, D) float32 buffer, contiguous. Each backward pass adds the gradient of linear_weight to it.
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+            It must be 0 with grad_into, with head_precision "float32", with batch_invariant and, with the kernels, for
+            a float16 input.
         batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
             gradient of entropy or lse is then an error in the backward pass.
         input: as all other arguments, see `linear_cross_entropy`.

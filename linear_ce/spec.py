@@ -163,7 +163,8 @@ def check_arrays(
 
     Raises:
         TypeError: a dtype.
-        ValueError: a shape, or `vocab_axis`.
+        ValueError: a shape, `vocab_axis`, or an option that does not fit the arrays: `vocab_size`, a `normalizer`
+            without reduction "mean", or a `head_precision` that does not support the dtypes.
     """
     if vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis must be 0 or 1, got {vocab_axis!r}")
