@@ -1,5 +1,6 @@
 """The arguments of the public functions: their checks, and a call with leading axes made one."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -67,17 +68,27 @@ def _interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-_cached_spec = lru_cache(maxsize=1024, typed=True)(LossSpec)
+def _cached[T](function: Callable[..., T], maxsize: int) -> Callable[..., T]:
+    """Returns a function that keeps its results. With an argument that cannot be hashed it is `function` itself, which
+    names that argument."""
+    kept = lru_cache(maxsize, typed=True)(function)
+
+    def call(*arguments: Any) -> T:
+        try:
+            return kept(*arguments)
+        except TypeError:  # not called here, where its error would have this one as its context
+            pass
+        return function(*arguments)
+
+    return call
+
+
+_cached_spec = _cached(LossSpec, 1024)
 
 
 def spec_of(*options: Any) -> LossSpec:
     """Returns the options of a call, which are checked once for each combination."""
-    if torch.compiler.is_compiling():
-        return LossSpec(*options)
-    try:
-        return _cached_spec(*options)
-    except TypeError:  # an option that cannot be hashed: LossSpec names it
-        return LossSpec(*options)
+    return LossSpec(*options) if torch.compiler.is_compiling() else _cached_spec(*options)
 
 
 def decide(
@@ -89,11 +100,14 @@ def decide(
     batch_invariant: bool,
     saved_budget: int,
     gpu: DeviceInfo | None = None,
-) -> tuple[int, int, str]:
-    """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, implementation."""
+) -> tuple[int, int, int, str]:
+    """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, saved budget and
+    implementation."""
     named = {name: ArrayInfo(tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in infos}
     check_arrays(spec=spec, **named)  # pyright: ignore[reportArgumentType]
     budget = check_memory_budget(memory_budget)
+    into, precision = "grad_into" in named, spec.head_precision
+    saved_budget = check_saved_budget(saved_budget, spec.reduction, grad_into=into, head_precision=precision)
     chosen = choose(device, implementation, gpu)
     check_batch_invariant(
         batch_invariant,
@@ -102,10 +116,10 @@ def decide(
         implementation=chosen.name,
         reason=chosen.reason,
     )
-    return spec.classes(named["linear_weight"].shape[0]), budget, chosen.name
+    return spec.classes(named["linear_weight"].shape[0]), budget, saved_budget, chosen.name
 
 
-_cached_decide = lru_cache(maxsize=4096, typed=True)(decide)
+_cached_decide = _cached(decide, 4096)
 
 
 class Call(NamedTuple):
@@ -175,7 +189,7 @@ def prepare(
         infos.append((name, tensor.shape, tensor.dtype))
     checked = decide if compiling else _cached_decide
     how = memory_budget, implementation, batch_invariant, saved_budget
-    classes, budget, chosen = checked(spec, device, tuple(infos), *how)
+    classes, budget, saved_budget, chosen = checked(spec, device, tuple(infos), *how)
     class_weight = None if weight is None else weight[:classes].float()
     token_weight = None if token_weight is None else _flat(token_weight, 1)
     return Call(
@@ -193,9 +207,7 @@ def prepare(
             budget,
             chosen,
             spec.splits_head,
-            check_saved_budget(
-                saved_budget, spec.reduction, grad_into=grad_into is not None, head_precision=spec.head_precision
-            ),
+            saved_budget,
             batch_invariant,
         ),
         check_grad_into(grad_into, input, linear_weight),

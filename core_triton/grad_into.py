@@ -47,28 +47,27 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class AddsOnce:
-    """The addition of d_weight to `grad_into`, of one call. It is made in the forward pass if that computes the
-    gradients (`assumes_one`), else in the backward pass.
+    """The addition of d_weight to `grad_into` in the forward pass of one call, where that computes the gradients.
 
-    Autograd adds what each backward pass gives, and so does a backward pass here, whichever gradients it is asked for.
     A forward pass adds once, whatever follows, so it assumes one backward pass with an upstream gradient of 1. `check`
-    finds out without waiting for the device.
+    finds out without waiting for the device. Where the backward pass computes the gradients, it adds them, as autograd
+    does, and nothing needs a check.
     """
 
-    def __init__(self, grad_into: Tensor | None, *, assumes_one: bool) -> None:
-        self.grad_into, self.assumes_one, self.done = grad_into, assumes_one, False
+    def __init__(self, grad_into: Tensor | None) -> None:
+        self.grad_into, self.done = grad_into, False
         # Activation checkpointing computes the forward pass again where autograd reads saved tensors.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
-        if assumes_one and grad_into is not None and hooks(True):
+        if grad_into is not None and hooks(True):
             raise RuntimeError(
                 "grad_into cannot be added to in the forward pass under hooks of saved tensors, such as those of "
                 f"activation checkpointing, which may run that pass again: {_OTHER_WAY}"
             )
 
     def check(self, d_loss: Tensor | None) -> None:
-        """Raises, where the forward pass has added, if this is not the first backward pass, or if the upstream gradient
-        is not 1. On a GPU the latter is a device-side assertion."""
-        if self.grad_into is None or not self.assumes_one:
+        """Raises, with a `grad_into`, if this is not the first backward pass, or if the upstream gradient is not 1. On
+        a GPU the latter is a device-side assertion."""
+        if self.grad_into is None:
             return
         if self.done:
             raise RuntimeError("grad_into allows one backward pass for each call, got a second one")

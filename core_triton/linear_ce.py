@@ -110,7 +110,7 @@ def linear_cross_entropy(
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
         linear_weight: (V, D) head, any strides; input's dtype or float32. A float32 head is rounded to input's dtype
-            one vocabulary chunk at a time, and its gradient is float32.
+            one vocabulary chunk at a time, unless head_precision is "float32". Its gradient is float32 in both cases.
         target: (...,) class indices, any integer dtype. If a target is neither a class nor `ignore_index`, the loss
             and the gradients are NaN; `check_targets` finds such targets.
         linear_bias: (V,) input's dtype or float32.
@@ -131,7 +131,8 @@ def linear_cross_entropy(
         saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
             results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
             matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
-            with grad_into and with head_precision "float32".
+            with grad_into, with head_precision "float32" and with batch_invariant. With the kernels it must also be 0
+            for a float16 input, and for label smoothing with a bfloat16 input.
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
@@ -153,7 +154,7 @@ def linear_cross_entropy(
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
-            "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
+            "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-8. d_weight is
             float32 in both cases.
         batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
             bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
@@ -290,6 +291,8 @@ def linear_log_probs(
         grad_into: (V, D) float32 buffer, contiguous. Each backward pass adds the gradient of linear_weight to it.
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+            It must be 0 with grad_into, with head_precision "float32", with batch_invariant and, with the kernels, for
+            a float16 input.
         batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
             gradient of entropy or lse is then an error in the backward pass.
         input: as all other arguments, see `linear_cross_entropy`.
@@ -376,7 +379,9 @@ def linear_token_loss(
     Returns:
         float32 loss, () or, for reduction "none", (...,). Rows that do not contribute have no effect, even if
         their per_token hold NaN. Where log_prob is NaN (a target that is neither a class nor ignore_index, a NaN
-        logit), the loss and the gradients are NaN, whatever token_loss returns.
+        logit), the loss and the gradients are NaN, whatever token_loss returns. There is one exception: with reduction
+        "none", a per_token in which token_loss is constant gets no gradient from autograd, so it is not NaN there. An
+        example is old_log_prob of `token_losses.cispo`.
 
     Raises:
         TypeError: as `linear_cross_entropy`; token_loss is not callable, or returns anything but a float32 Tensor.
@@ -582,7 +587,8 @@ def explain(
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
             head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
         with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
-            of the entropy of `linear_log_probs`.
+            of the entropy of `linear_log_probs`. A backward pass of `linear_log_probs` may need that gradient, so its
+            forward pass raises for the same memory_budget as this function with with_entropy.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -619,21 +625,20 @@ def explain(
     named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    classes, budget, name = decide(spec, input.device, infos, *how, gpu)
+    classes, budget, saved_budget, name = decide(spec, input.device, infos, *how, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
-    stage: Stage = "statistics" if batch_invariant else "losses"
-    if gradients:
-        stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
-        if with_entropy and reduction != "none":
-            stage = "entropy_loss_and_gradients"
     needs_grad = NeedsGrad(gradients, gradients, False)
     given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
-    if check_saved_budget(saved_budget, reduction, **given) and gradients:
-        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
+    check_saved_budget(saved_budget, reduction, **given)
+    asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
+    if gradients and reduction == "none":
+        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu, **asked)
     else:
-        asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant, "device": gpu}
-        plan = ops.plan_for(problem, stage, budget, name, needs_grad, **asked)
+        stage: Stage = "statistics" if batch_invariant else "losses"
+        if gradients:
+            stage = "entropy_loss_and_gradients" if with_entropy else "loss_and_gradients"
+        plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu, **asked)
     return Explanation(*choose(input.device, implementation, gpu), plan)
 
 

@@ -10,7 +10,7 @@ mode, it is an operator of `operators.py`, which is one node of a graph.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from core_triton import chunked, ranges, row_math
 from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
-from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
+from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan, plan_passes
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
 from core_triton.token_hook import TokenHook
@@ -137,7 +137,7 @@ class LossAndGradients(torch.autograd.Function):
         ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, bool, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, weights, options, statistics, reduce, needs_grad, grad_into = call
-        ctx.adds = AddsOnce(grad_into, assumes_one=True)
+        ctx.adds = AddsOnce(grad_into)
         if is_eager(arrays) or grad_into is not None:
             found, gradients, scales = run_loss_and_gradients(*call)
         else:
@@ -173,7 +173,7 @@ class RowLosses(torch.autograd.Function):
         ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, weights, options, statistics, needs_grad, grad_into = call
-        ctx.adds = AddsOnce(grad_into, assumes_one=False)
+        ctx.grad_into = grad_into
         if is_eager(arrays) or grad_into is not None:
             found = run_losses(arrays, weights, options, statistics, needs_grad)
         else:
@@ -187,12 +187,11 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.adds.check(d_loss)
         d_entropy = Losses(d_loss, *others).entropy  # pyright: ignore[reportArgumentType]
         if d_loss is None and d_entropy is None:
             return None, None, None, None
         *saved, row_weight, lse, entropy = ctx.saved_tensors
-        arrays, needs_grad, into = Arrays(*saved), NeedsGrad(*ctx.needs_input_grad[1:]), ctx.adds.grad_into
+        arrays, needs_grad, into = Arrays(*saved), NeedsGrad(*ctx.needs_input_grad[1:]), ctx.grad_into
         upstream = None if d_loss is None else torch.where(row_weight != 0, d_loss * row_weight, 0.0)
         if d_entropy is None and upstream is not None:
             return None, *_row_gradients(arrays, ctx.options, upstream, lse, needs_grad, into)
@@ -206,7 +205,7 @@ class RowLogProbs(torch.autograd.Function):
         ctx: Any, call: tuple[Arrays, Options, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, options, needs_grad, grad_into = call
-        ctx.adds = AddsOnce(grad_into, assumes_one=False)
+        ctx.grad_into = grad_into
         if is_eager(arrays) or grad_into is not None:
             found = run_log_probs(arrays, options, needs_grad)
         else:
@@ -224,10 +223,9 @@ class RowLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, d_log_prob: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        ctx.adds.check(d_log_prob)
         *saved, entropy, lse, row_weight = ctx.saved_tensors
         arrays, options, needs_grad = Arrays(*saved), ctx.options, NeedsGrad(*ctx.needs_input_grad[1:])
-        into = ctx.adds.grad_into
+        into = ctx.grad_into
         if d_entropy is None and d_lse is None:
             if d_log_prob is None:
                 return None, None, None, None
@@ -467,25 +465,34 @@ def run_losses(
     reduce: bool = False,
 ) -> Losses:
     """Plan B. The loss is () with `reduce`. `needs_grad` says which gradients a backward pass will compute: this raises
-    if the memory budget cannot hold that pass."""
+    if the memory budget cannot hold both passes."""
 
     def run() -> Losses:
         row_weight = compute_row_weights(arrays, weights, options)
-        if any(needs_grad):  # raises if the backward pass cannot run
-            d_entropy = statistics & D_ENTROPY != 0
-            _problem("row_gradients", arrays, options, row_weight, needs_grad, entropy=d_entropy)
-        loss, found = plan_b(arrays, options, row_weight, statistics=statistics, reduce=reduce)
+        backward = _backward_pass(arrays, options, row_weight, needs_grad, entropy=statistics & D_ENTROPY != 0)
+        loss, found = plan_b(arrays, options, row_weight, statistics=statistics, reduce=reduce, other_passes=backward)
         return kept_losses(loss, row_weight, found, statistics=statistics, backward=any(needs_grad))
 
     return Losses(*_recorded(("losses", needs_grad, statistics, reduce), arrays, weights, options, run))
 
 
 def plan_b(
-    arrays: Arrays, options: Options, row_weight: Tensor, *, statistics: int, reduce: bool, vectors: int = 0
+    arrays: Arrays,
+    options: Options,
+    row_weight: Tensor,
+    *,
+    statistics: int,
+    reduce: bool,
+    vectors: int = 0,
+    other_passes: Sequence[Callable[[], Problem]] = (),
 ) -> tuple[Tensor, RowStatistics]:
-    """Runs plan B. Returns the loss, () with `reduce`, and the statistics."""
-    stage: Stage = "statistics" if statistics & BY_ROW else "losses"
-    problem = _problem(stage, arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors)
+    """Runs plan B. Returns the loss, () with `reduce`, and the statistics. `other_passes` plan the other passes of the
+    call, which are not run."""
+    stage = stage_of_plan_b(statistics)
+    problem = plan_passes(
+        lambda: _problem(stage, arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors),
+        *other_passes,
+    )
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
@@ -494,6 +501,20 @@ def plan_b(
             loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config, statistics)
             loss = loss.sum() if reduce else loss
     return loss, found
+
+
+def stage_of_plan_b(statistics: int) -> Stage:
+    return "statistics" if statistics & BY_ROW else "losses"
+
+
+def _backward_pass(
+    arrays: Arrays, options: Options, row_weight: Tensor, needs_grad: NeedsGrad, *, entropy: bool
+) -> list[Callable[[], Problem]]:
+    """Returns what plans the backward pass of losses of rows, which may differentiate the entropy too; nothing if there
+    is no backward pass."""
+    if not any(needs_grad):
+        return []
+    return [partial(_problem, "row_gradients", arrays, options, row_weight, needs_grad, entropy=entropy)]
 
 
 def compute_row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Tensor:
@@ -572,13 +593,10 @@ def _recorded(
 def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     """Plan B with the entropy. `needs_grad` as for `run_losses`."""
     row_weight = compute_row_weights(arrays, TokenWeights(None, None), options)
-    if any(needs_grad):  # raises if the backward pass could not run
-        if options.batch_invariant:  # which differentiates log_prob only
-            _problem("row_gradients", arrays, options, row_weight, needs_grad)
-        else:
-            _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
+    # batch_invariant differentiates log_prob only.
+    backward = _backward_pass(arrays, options, row_weight, needs_grad, entropy=not options.batch_invariant)
     # The row weights are 1, so the losses are negative log-likelihoods.
-    nll, found = plan_b(arrays, options, row_weight, statistics=OF_LOG_PROBS, reduce=False)
+    nll, found = plan_b(arrays, options, row_weight, statistics=OF_LOG_PROBS, reduce=False, other_passes=backward)
     assert found.entropy is not None
     log_prob = 0.0 - nll  # never -0.0
     return LogProbs(log_prob, found.entropy, found.lse, row_weight if any(needs_grad) else None)
@@ -658,10 +676,6 @@ def _problem(
 
     `vectors`: bytes of other vectors of the call, which are part of its workspace.
     """
-    # Both passes over saved rows have the same chunks, and the second does not know what the first computed.
-    counted = ENTROPY if stage == "saved_rows" else statistics
-    if counted & OF_LOGITS & ~MAX:
-        vectors += 8 * len(row_weight) * (1 + planes(counted))
     copied, named = vectors, {**arrays._asdict(), "row_weight": row_weight}
     if options.implementation != "chunked":
         for name in ("linear_bias", "target", "row_weight", "class_weight"):
@@ -705,6 +719,10 @@ def plan_for(
             from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
 
             device = DeviceInfo(kind, *device_info(problem.input.device))
+    # Both passes over saved rows have the same chunks, and the second does not know what the first computed.
+    counted = ENTROPY if stage == "saved_rows" else statistics
+    if counted & OF_LOGITS & ~MAX:
+        copied += 8 * len(problem.input) * (1 + planes(counted))
     key = PlanKey(
         stage=stage,
         input=layout_of(problem.input),

@@ -4,9 +4,10 @@
 plan determines speed and memory. It changes results only by rounding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from functools import lru_cache, partial
+from typing import Literal, NamedTuple, cast
 
 from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
@@ -269,11 +270,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         # The exponentials in 16 bits have too few bits for the logarithms in the gradient of an entropy.
         plan = None if key.entropy else _plan_a_again(key)
         if plan is None:
-            keys = [key._replace(stage="gradients")]
+            others = list[Callable[[], ExecutionPlan]]()
             if key.stage == "entropy_loss_and_gradients":  # the losses are part of the call
                 no_gradient = {"d_input": False, "d_weight": False, "d_bias": False, "grad_into": False}
-                keys.append(key._replace(stage="statistics", **no_gradient))
-            plan = _first_plan(keys)
+                others.append(partial(make_plan, key._replace(stage="statistics", **no_gradient)))
+            plan = plan_passes(partial(make_plan, key._replace(stage="gradients")), *others)
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
@@ -452,18 +453,32 @@ def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str 
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"
 
 
-def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
-    """Returns the plan of the first part of a call, given all its parts. Raises the error that names the largest memory
-    budget."""
-    plans, refusals = list[ExecutionPlan](), list[BudgetTooSmallError]()
-    for key in keys:
+def plan_passes[T](plan: Callable[[], T], *others: Callable[[], object]) -> T:
+    """Plans all passes of a call, and returns the result of the first function.
+
+    Args:
+        plan: plans one pass. Its result is an `ExecutionPlan` or holds one.
+        others: plan the other passes. Their results are dropped.
+
+    Raises:
+        BudgetTooSmallError: memory_budget is too small for some of the passes. This is the error that names the
+            largest budget, so the whole call runs with that budget.
+    """
+    refusals = list[BudgetTooSmallError]()
+
+    def collected[R](function: Callable[[], R]) -> R | None:
         try:
-            plans.append(make_plan(key))
+            return function()
         except BudgetTooSmallError as refusal:
             refusals.append(refusal)
+            return None
+
+    for other in others:
+        collected(other)
+    found = collected(plan)
     if refusals:
         raise max(refusals, key=lambda refusal: refusal.least)
-    return plans[0]
+    return cast(T, found)
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:

@@ -25,6 +25,12 @@ class RangeReport:
             self._shifts.append(shift)
             self._counts.append(count)
 
+    def add_all(self, other: "RangeReport") -> None:
+        """Adds the calls of another report."""
+        self._flags += other._flags
+        self._shifts += other._shifts
+        self._counts += other._counts
+
     @property
     def blocks(self) -> int:
         """How many blocks of rows the calls had."""
@@ -68,7 +74,9 @@ def range_report() -> Iterator[RangeReport]:
     The kernels of 16-bit inputs store the exponentials of each row relative to a reference, which they estimate. Rows
     far from it take more time, and results are the same. The share of such rows is a property of the data, so it tells
     whether the time of a call was typical. A call in the block is not replayed (`replay.py`), so it takes more host
-    time, but it does not wait for the device. Calls with another plan ("recompute", "chunked") add nothing.
+    time, but it does not wait for the device. Calls with another plan ("recompute", "chunked") add nothing. With
+    reduction "none" and for log-probabilities, a block is counted in the forward pass and again in the backward pass,
+    if both store or sum scaled exponentials. Calls in a block within another one are part of both reports.
 
     Example:
         >>> import torch
@@ -80,8 +88,11 @@ def range_report() -> Iterator[RangeReport]:
         0 of 0 row blocks repaired
     """
     global _current
-    before, _current = _current, RangeReport()
+    before, report = _current, RangeReport()
+    _current = report
     try:
-        yield _current
+        yield report
     finally:
         _current = before
+        if before is not None:
+            before.add_all(report)

@@ -13,7 +13,9 @@ If a gradient of the entropy or of lse arrives, what was kept is not used. The b
 `ops.log_probs`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +24,20 @@ from torch import Tensor
 from core_triton import chunked, ops
 from core_triton.device import library_settings
 from core_triton.ops import Arrays, Factors, LogProbs, Losses, Options, TokenWeights
-from core_triton.plan import DeviceInfo, ExecutionPlan, why_unsaved
-from core_triton.problem import DTYPE_NAMES, NOTHING_COMPUTED, Gradients, NeedsGrad, Problem, SavedRows, plan_of
+from core_triton.plan import DeviceInfo, ExecutionPlan, Stage, plan_passes, why_unsaved
+from core_triton.problem import (
+    DTYPE_NAMES,
+    NO_GRADIENTS,
+    NOTHING_COMPUTED,
+    Gradients,
+    NeedsGrad,
+    Problem,
+    SavedRows,
+    plan_of,
+)
 from core_triton.row_math import RowStatistics
 from linear_ce.chunking import SavedRowCount, choose_saved_rows
-from linear_ce.statistics import ENTROPY
+from linear_ce.statistics import BY_ROW, ENTROPY
 
 
 class SavedCall(NamedTuple):
@@ -95,19 +106,68 @@ def explained_plan(
     implementation: str,
     needs_grad: NeedsGrad,
     device: DeviceInfo | None,
+    *,
+    entropy: bool,
+    batch_invariant: bool,
 ) -> ExecutionPlan:
-    """Returns the plan of the rows that are saved, with that of the other rows, or that of the backward pass if no row
-    is saved."""
-    x, options = problem.input, (memory_budget, implementation, needs_grad)
-    check_saves(implementation, x.dtype, problem.spec.label_smoothing)
-    saved, others = _count(x, problem.classes, needs_grad, saved_budget), None
-    if 0 < saved.rows < saved.tokens:
-        others = ops.plan_for(replace(problem, input=x[saved.rows :]), "row_gradients", *options, device=device)
-    if saved.rows:
-        problem = replace(problem, input=x[: saved.rows])
-    stage = "saved_rows" if saved.rows else "row_gradients"
-    plan = ops.plan_for(problem, stage, *options, device=device)
+    """Returns the plan of losses of rows with gradients: that of the rows that are saved, with that of the other rows,
+    or that of the backward pass if no row is saved. Raises as the call if memory_budget cannot hold all its passes."""
+    x, saved = problem.input, None
+
+    def plan_rows(rows: slice, stage: Stage, needs_grad: NeedsGrad, **of_pass: Any) -> ExecutionPlan:
+        of_rows, how = replace(problem, input=x[rows]), (memory_budget, implementation)
+        of_pass["batch_invariant"] = batch_invariant
+        return ops.plan_for(of_rows, stage, *how, needs_grad, device=device, **of_pass)
+
+    if saved_budget:
+        check_saves(implementation, x.dtype, problem.spec.label_smoothing)
+        saved = _count(x, problem.classes, needs_grad, saved_budget)
+    if saved is None or not saved.rows:
+        statistics = (BY_ROW if batch_invariant or entropy else 0) | (ENTROPY if entropy else 0)
+        plan = plan_passes(
+            lambda: plan_rows(slice(None), "row_gradients", needs_grad, entropy=entropy),
+            lambda: plan_rows(slice(None), ops.stage_of_plan_b(statistics), NO_GRADIENTS, statistics=statistics),
+        )
+        return replace(plan, saved=saved)
+    packed, others = _packs(implementation, x.dtype), None
+    plan = _plan_passes(plan_rows, saved, needs_grad, statistics=0, packed=packed)
+    if saved.rows < saved.tokens:
+        others = plan_rows(slice(saved.rows, None), "row_gradients", needs_grad)
     return replace(plan, saved=saved, others=others)
+
+
+def _plan_passes[T](
+    plan_rows: Callable[..., T], saved: SavedRowCount, needs_grad: NeedsGrad, *, statistics: int, packed: bool
+) -> T:
+    """Plans all passes of a call: `plan.plan_passes`. Returns what plans the rows that are saved.
+
+    Args:
+        plan_rows: a function (rows, stage, needs_grad, *, statistics=0, entropy=False) that plans a pass over rows.
+        saved: the rows that are saved, at least one.
+        packed: whether the rows that are saved are packed.
+        needs_grad, statistics: of the call.
+    """
+    first, others, passes = slice(0, saved.rows), slice(saved.rows, saved.tokens), list[Callable[[], T]]()
+    if statistics & ENTROPY:  # a gradient of the entropy may arrive
+        passes.append(partial(plan_rows, slice(0, saved.tokens), "gradients", needs_grad, entropy=True))
+    if not packed:  # for d_weight
+        passes.append(partial(plan_rows, first, "gradients", needs_grad._replace(d_input=False)))
+    if saved.rows < saved.tokens:
+        forward = ops.stage_of_plan_b(statistics)
+        passes.append(partial(plan_rows, others, forward, NO_GRADIENTS, statistics=statistics))
+        passes.append(partial(plan_rows, others, "row_gradients", needs_grad))
+    return plan_passes(partial(plan_rows, first, "saved_rows", _made(needs_grad), statistics=statistics), *passes)
+
+
+def _made(needs_grad: NeedsGrad) -> NeedsGrad:
+    """Returns what the plan of saved rows depends on. The two passes have the same chunks, whether or not the second
+    needs all gradients."""
+    return NeedsGrad(needs_grad.d_input, needs_grad.d_weight or needs_grad.d_bias, False)
+
+
+def _packs(implementation: str, dtype: torch.dtype) -> bool:
+    """Whether the rows that are saved are packed: `scaled_exp.PackedRows`."""
+    return implementation != "chunked" and dtype != torch.float32
 
 
 def check_saves(implementation: str, dtype: torch.dtype, label_smoothing: float) -> None:
@@ -163,14 +223,11 @@ def run_saved_losses(
     statistics: int,
     needs_grad: NeedsGrad,
 ) -> SavedLosses:
-    """The forward pass. This raises if the memory budget cannot hold the backward pass, or if there is nothing to
+    """The forward pass. This raises if the memory budget cannot hold all passes of the call, or if there is nothing to
     save."""
 
     def run() -> tuple[Tensor | None, ...]:
         row_weight = ops.compute_row_weights(arrays, weights, options)
-        if statistics & ENTROPY:
-            ops._problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
-        ops._problem("row_gradients", arrays, options, row_weight, needs_grad)
         loss, found, saved = _save(arrays, options, row_weight, needs_grad, statistics)
         return *ops.kept_losses(loss, row_weight, found, statistics=statistics, backward=True), *saved
 
@@ -183,10 +240,13 @@ def _save(
     arrays: Arrays, options: Options, row_weight: Tensor, needs_grad: NeedsGrad, statistics: int
 ) -> tuple[Tensor, RowStatistics, SavedRows]:
     """Returns the weighted loss of each row, the statistics, and what is kept of the first rows."""
-    rows = saved_rows(arrays, options, needs_grad).rows
-    first, others = slice(0, rows), slice(rows, len(row_weight))
-    problem = _saved_problem(arrays.of_rows(first), options, row_weight[first], needs_grad, statistics)
-    plan = plan_of(problem)
+
+    def plan_rows(rows: slice, stage: Stage, needs_grad: NeedsGrad, **of_pass: Any) -> Problem:
+        return ops._problem(stage, arrays.of_rows(rows), options, row_weight[rows], needs_grad, **of_pass)
+
+    count, packed = saved_rows(arrays, options, needs_grad), _packs(options.implementation, arrays.input.dtype)
+    problem = _plan_passes(plan_rows, count, needs_grad, statistics=statistics, packed=packed)
+    plan, rows, others = plan_of(problem), count.rows, slice(count.rows, count.tokens)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             from core_triton.scaled_exp import save_rows  # Triton is not on every machine that has PyTorch
@@ -200,14 +260,6 @@ def _save(
         )
         loss, found = torch.cat([loss, other_loss]), _joined(found, other)
     return loss, found, saved
-
-
-def _saved_problem(
-    arrays: Arrays, options: Options, row_weight: Tensor, needs_grad: NeedsGrad, statistics: int
-) -> Problem:
-    # The two passes have the same chunks, whether or not the second needs all gradients.
-    needs_grad = NeedsGrad(needs_grad.d_input, needs_grad.d_weight or needs_grad.d_bias, False)
-    return ops._problem("saved_rows", arrays, options, row_weight, needs_grad, statistics=statistics)
 
 
 def _joined(first: RowStatistics, others: RowStatistics) -> RowStatistics:
@@ -263,7 +315,7 @@ def run_saved_gradients(
         d_head = ops.plan_c(arrays.of_rows(others), options, upstream, lse[others], needs_grad, rest)
     of_first, factor = arrays.of_rows(first), factor[first]
     made = NeedsGrad(saved.unit_d_input is not None, saved.e is not None, False)
-    problem = _saved_problem(of_first, options, row_weight[first], made, 0)
+    problem = ops._problem("saved_rows", of_first, options, row_weight[first], made)
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
@@ -308,7 +360,7 @@ def _parsed(call: SavedCall, found: list[Tensor]) -> SavedLosses:
 
 def _saved_there(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> list[bool]:
     """Returns which of the `SavedRows` are not None."""
-    packed = options.implementation != "chunked" and arrays.input.dtype != torch.float32
+    packed = _packs(options.implementation, arrays.input.dtype)
     head = needs_grad.d_weight or needs_grad.d_bias
     return [head, needs_grad.d_input, head or not packed, *[packed and head] * 4]
 

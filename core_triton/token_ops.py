@@ -133,7 +133,7 @@ def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
 class TokenLossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TokenCall, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.adds = AddsOnce(call.grad_into, assumes_one=True)
+        ctx.adds = AddsOnce(call.grad_into)
         found = _run(call)
         ctx.memory_budget, ctx.dtypes = call.options.memory_budget, [one.dtype for one in call.per_token]
         ctx.save_for_backward(*found.gradients, found.scales, *found.d_per_token)

@@ -163,7 +163,8 @@ def check_arrays(
 
     Raises:
         TypeError: a dtype.
-        ValueError: a shape, or `vocab_axis`.
+        ValueError: a shape, `vocab_axis`, or an option that does not fit the arrays: `vocab_size`, a `normalizer`
+            without reduction "mean", or a `head_precision` that does not support the dtypes.
     """
     if vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis must be 0 or 1, got {vocab_axis!r}")
@@ -273,8 +274,7 @@ def check_batch_invariant(
     """Returns `batch_invariant`; raises TypeError if it is not a bool, or ValueError if it is True and another option
     makes the results of a row depend on other rows. `implementation`: the one that is asked for, or that runs, and
     why."""
-    if not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant must be a bool, got {type(batch_invariant).__name__}")
+    check_flag("batch_invariant", batch_invariant)
     if batch_invariant and implementation == "chunked":
         why = "" if reason is None else f" ({reason})"
         raise ValueError(f"batch_invariant=True needs the kernels, got implementation 'chunked'{why}")

@@ -217,14 +217,15 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     options = options_of(case, implementation)
     if case.grad_into:
         options["grad_into"] = torch.full(tensors["linear_weight"].shape, GRAD_INTO_START, device=device)
-        del argument_of["d_weight"]
     outputs = function_of(core_triton, case)(**tensors, **options)
     if argument_of:
         leaves = [tensors[name] for name in argument_of.values()]
         # A token loss may be constant in an array. Autograd then gives no gradient of it.
         zeros = case.function == "token_loss"
         roots, upstream = zip(*((outputs[name], cotangents[f"d_{name}"]) for name in roots_of(case)), strict=True)
-        gradients = torch.autograd.grad(roots, leaves, upstream, materialize_grads=zeros)
+        # With grad_into autograd gives no gradient of the head: it is replaced below.
+        unused = zeros or case.grad_into
+        gradients = torch.autograd.grad(roots, leaves, upstream, allow_unused=unused, materialize_grads=zeros)
         outputs |= dict(zip(argument_of, gradients, strict=True))
     if case.grad_into:
         outputs["d_weight"] = options["grad_into"] - GRAD_INTO_START

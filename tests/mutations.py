@@ -585,7 +585,6 @@ HEAD_FLOAT32 = (
     Mutation(
         "core_triton/grad_into.py", "    if explains or not torch.is_grad_enabled():\n        return None", "", INTO
     ),
-    Mutation("core_triton/grad_into.py", "is None or not self.assumes_one:", "is None:", INTO),
     Mutation("core_triton/grad_into.py", "not torch.compiler.is_compiling() and _overlap", "False and _overlap", INTO),
     Mutation("core_triton/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", INTO),
     Mutation("jax_pallas/problem.py", "return HeadSums(problem.grad_into, d_bias)", "pass", JAX_INTO),
@@ -856,10 +855,45 @@ FLOAT16 = (
     Mutation("jax_pallas/plan.py", "multiplies and not key.label_smoothing", "multiplies", JAX_FITS_PLAN),
 )
 
+BUDGET = ("tests/test_core_triton_budget.py",)
+PASSES = (
+    # The error names a budget with which all passes of a call run.
+    Mutation("core_triton/plan.py", "raise max(refusals", "raise min(refusals", BUDGET),
+    Mutation("core_triton/ops.py", "\n        *other_passes,\n", "\n", BUDGET),
+    Mutation(
+        "core_triton/saved_ops.py",
+        "ops.stage_of_plan_b(statistics), NO_GRADIENTS, statistics=statistics)",
+        '"losses", NO_GRADIENTS)',
+        BUDGET,
+    ),
+    Mutation("core_triton/saved_ops.py", "if not packed:  # for d_weight", "if False:", BUDGET),
+    Mutation(
+        "core_triton/saved_ops.py",
+        "if saved.rows < saved.tokens:\n        forward",
+        "if True:\n        forward",
+        BUDGET,
+    ),
+    Mutation(
+        "core_triton/saved_ops.py",
+        "if saved.rows < saved.tokens:\n        forward",
+        "if False:\n        forward",
+        BUDGET,
+    ),
+    Mutation("core_triton/saved_ops.py", "if statistics & ENTROPY:", "if False:", BUDGET),
+    # Options that cannot be hashed are named, and reports within reports count for both.
+    Mutation(
+        "core_triton/arguments.py",
+        "        return function(*arguments)\n",
+        '        raise TypeError("unhashable type")\n',
+        tests("core_triton_errors", "list"),
+    ),
+    Mutation("core_triton/ranges.py", "before.add_all(report)", "pass", ("tests/test_core_triton_ranges.py",)),
+)
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
-    *(*ENTROPY_LOSSES, *FLOAT16),
+    *(*ENTROPY_LOSSES, *FLOAT16, *PASSES),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

@@ -79,6 +79,15 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ignore_index float": ({"ignore_index": 0.5}, TypeError, "ignore_index must be a Python int, got float"),
     "memory_budget zero": ({"memory_budget": 0}, ValueError, r"memory_budget must be positive \(bytes\), got 0"),
     "memory_budget float": ({"memory_budget": 1e9}, TypeError, "memory_budget must be a Python int, got float"),
+    "memory_budget list": ({"memory_budget": [1]}, TypeError, "memory_budget must be a Python int, got list"),
+    "saved_budget list": ({"saved_budget": [1]}, TypeError, "saved_budget must be a Python int, got list"),
+    "batch_invariant list": ({"batch_invariant": [True]}, TypeError, "batch_invariant must be a bool, got list"),
+    "softcap list": ({"softcap": [3.0]}, TypeError, "softcap must be a Python number, got list"),
+    "implementation list": (
+        {"implementation": ["chunked"]},
+        ValueError,
+        r"implementation must be one of 'triton', 'triton_sm80', 'chunked', got \['chunked'\]",
+    ),
     "memory_budget small": (
         {"memory_budget": 1000},
         ValueError,

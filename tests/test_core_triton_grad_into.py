@@ -7,13 +7,15 @@ from unittest import mock
 import pytest
 import torch
 from allocations import Meter
+from assertions import check
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch_problem import FUNCTIONS, problem, total
 
 import core_triton
 from core_triton import chunked, token_losses
-from linear_ce.spec import FLOAT_DTYPES
+from linear_ce.spec import FLOAT_DTYPES, LossSpec
+from parity.cases import Case
 
 Arrays = dict[str, Any]
 
@@ -323,3 +325,10 @@ def test_a_frozen_head_is_refused() -> None:
     arrays["linear_weight"] = arrays["linear_weight"].detach()
     with pytest.raises(ValueError, match="grad_into must be None for a linear_weight that does not require grad"):
         core_triton.linear_cross_entropy(**arrays, grad_into=torch.zeros(50, 8))
+
+
+@pytest.mark.parametrize("options", [{}, {"spec": LossSpec("none")}, {"function": "log_probs"}], ids=str)
+def test_a_case_that_needs_no_other_gradient_is_compared(options: dict[str, Any]) -> None:
+    """The backends of parity run the backward pass, though autograd returns no gradient."""
+    unused = {"unused": ("entropy", "lse")} if options.get("function") == "log_probs" else {}
+    check("torch-chunked", Case(name="only d_weight", grad_into=True, frozen=("input",), **unused, **options))

@@ -210,6 +210,22 @@ def test_a_target_that_is_not_a_class_gives_nan_whatever_the_token_loss_returns(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_a_token_loss_is_constant_in_has_no_gradient_of_rows(reduction: Any) -> None:
+    """With a scalar loss, a derivative of 0 becomes NaN where the target is not a class."""
+    arrays: Any = problem(bias=False)
+    arrays["target"][3] = 50
+    per_token = advantage, old_log_prob = [torch.ones(12, requires_grad=True) for _ in range(2)]
+    named = arrays["input"], arrays["linear_weight"], arrays["target"]
+    core_triton.linear_token_loss(*named, token_losses.cispo(), *per_token, reduction=reduction).sum().backward()
+    not_a_class = torch.arange(12) == 3
+    d_advantage, d_old_log_prob = advantage.grad, old_log_prob.grad
+    assert d_advantage is not None
+    assert torch.equal(d_advantage.isnan(), not_a_class)
+    assert (d_old_log_prob is None) == (reduction == "none")
+    assert d_old_log_prob is None or torch.equal(d_old_log_prob.isnan(), not_a_class)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_log_probabilities_are_not_positive(reduction: Any) -> None:
     arrays: Any = {"input": 60 * torch.eye(8, requires_grad=True), "linear_weight": torch.eye(8, requires_grad=True)}
     seen = []

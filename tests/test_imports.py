@@ -161,10 +161,13 @@ ONE_FRAMEWORK_ONLY = {
         ),
         # What token_ops.py takes from it, and what saved_ops.py does.
         *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
-        *("plan_c", "log_prob_gradients"),
+        *("plan_c", "log_prob_gradients", "stage_of_plan_b"),
         "is_eager",  # for PyTorch's eager mode
     },
-    "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it
+    "plan.py": {
+        "DeviceInfo",  # in JAX, launch.py defines it
+        "plan_passes",  # in JAX, `_first_plan` plans the two passes of one stage
+    },
     "problem.py": {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
