@@ -4,9 +4,10 @@
 determines speed and memory. It changes results only by rounding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
 
 from jax_pallas import launch, tile_config
 from jax_pallas.chunk_config import choose_chunked
@@ -192,6 +193,8 @@ def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
         return "needs the kernels, got implementation 'chunked'"
     if key.stage == "gradients":
         return "has no gradients of entropy and lse: their matmuls are XLA's. Differentiate log_prob only"
+    if key.stage in ("row_gradients", "entropy_loss_and_gradients") and key.entropy:
+        return "has no gradient of the entropy (with_entropy, or an entropy_weight): its matmuls are XLA's"
     if x.dtype != "bfloat16":
         return f"needs a bfloat16 input, got {x.dtype}"
     if w.dtype != x.dtype:
@@ -216,11 +219,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         # The exponentials in 16 bits have too few bits for the logarithms in the gradient of an entropy.
         plan = None if key.entropy else _plan_a_again(key)
         if plan is None:
-            keys = [key._replace(stage="gradients")]
+            # `why_variant` has a message for this stage.
+            keys = [key._replace(stage="gradients", batch_invariant=False)]
             if key.stage == "entropy_loss_and_gradients":  # the losses are part of the call
-                no_gradient = {"d_input": False, "d_weight": False, "d_bias": False, "grad_into": False}
-                keys.append(key._replace(stage="statistics", **no_gradient))
-            plan = _first_plan(keys)
+                no_gradient = {"d_input": False, "d_weight": False, "d_bias": False}
+                keys.append(keys[0]._replace(stage="statistics", **no_gradient))
+            plan = plan_passes(*(partial(make_plan, one) for one in keys))
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
@@ -391,18 +395,28 @@ def why_unsaved(
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"
 
 
-def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
-    """Returns the plan of the first part of a call, given all its parts. Raises the error that names the largest memory
-    budget."""
-    plans, refusals = list[ExecutionPlan](), list[BudgetTooSmallError]()
-    for key in keys:
+def plan_passes[T](plan: Callable[[], T], *others: Callable[[], object]) -> T:
+    """Plans all passes of a call, and returns the result of the first function.
+
+    Args:
+        plan: plans one pass. Its result is an `ExecutionPlan` or holds one.
+        others: plan the other passes. Their results are dropped.
+
+    Raises:
+        BudgetTooSmallError: memory_budget is too small for some of the passes. This is the error that names the
+            largest budget, so the whole call runs with that budget.
+    """
+    found, refusals = list[T](), list[BudgetTooSmallError]()
+    for number, function in enumerate((plan, *others)):
         try:
-            plans.append(make_plan(key))
+            result: Any = function()
         except BudgetTooSmallError as refusal:
             refusals.append(refusal)
+        else:
+            found += [result] * (number == 0)
     if refusals:
         raise max(refusals, key=lambda refusal: refusal.least)
-    return plans[0]
+    return found[0]
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
