@@ -20,10 +20,11 @@ from core_triton import chunked, ranges, row_math
 from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
-from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan, plan_passes
+from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
 from core_triton.token_hook import TokenHook
+from linear_ce.chunking import plan_passes
 from linear_ce.gpus import known_gpu
 from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, LSE, MAX, OF_LOGITS, SQUARES, planes
 

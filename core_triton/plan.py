@@ -7,13 +7,19 @@ plan determines speed and memory. It changes results only by rounding.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, BudgetTooSmallError, ChunkConfig, SavedRowCount, describe_plan
+from linear_ce.chunking import (
+    LEAST_ROW_GRADIENTS,
+    ChunkConfig,
+    SavedRowCount,
+    describe_plan,
+    plan_passes,
+)
 from linear_ce.cost_coefficients import COEFFICIENTS
 
 Path = Literal["scaled_exp", "recompute", "stored_logits", "chunked"]
@@ -451,34 +457,6 @@ def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str 
     else:
         return None
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"
-
-
-def plan_passes[T](plan: Callable[[], T], *others: Callable[[], object]) -> T:
-    """Plans all passes of a call, and returns the result of the first function.
-
-    Args:
-        plan: plans one pass. Its result is an `ExecutionPlan` or holds one.
-        others: plan the other passes. Their results are dropped.
-
-    Raises:
-        BudgetTooSmallError: memory_budget is too small for some of the passes. This is the error that names the
-            largest budget, so the whole call runs with that budget.
-    """
-    refusals = list[BudgetTooSmallError]()
-
-    def collected[R](function: Callable[[], R]) -> R | None:
-        try:
-            return function()
-        except BudgetTooSmallError as refusal:
-            refusals.append(refusal)
-            return None
-
-    for other in others:
-        collected(other)
-    found = collected(plan)
-    if refusals:
-        raise max(refusals, key=lambda refusal: refusal.least)
-    return cast(T, found)
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:

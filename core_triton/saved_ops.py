@@ -24,7 +24,7 @@ from torch import Tensor
 from core_triton import chunked, ops
 from core_triton.device import library_settings
 from core_triton.ops import Arrays, Factors, LogProbs, Losses, Options, TokenWeights
-from core_triton.plan import DeviceInfo, ExecutionPlan, Stage, plan_passes, why_unsaved
+from core_triton.plan import DeviceInfo, ExecutionPlan, Stage, why_unsaved
 from core_triton.problem import (
     DTYPE_NAMES,
     NO_GRADIENTS,
@@ -36,7 +36,7 @@ from core_triton.problem import (
     plan_of,
 )
 from core_triton.row_math import RowStatistics
-from linear_ce.chunking import SavedRowCount, choose_saved_rows
+from linear_ce.chunking import SavedRowCount, choose_saved_rows, plan_passes
 from linear_ce.statistics import BY_ROW, ENTROPY
 
 
@@ -139,7 +139,7 @@ def explained_plan(
 def _plan_passes[T](
     plan_rows: Callable[..., T], saved: SavedRowCount, needs_grad: NeedsGrad, *, statistics: int, packed: bool
 ) -> T:
-    """Plans all passes of a call: `plan.plan_passes`. Returns what plans the rows that are saved.
+    """Plans all passes of a call: `chunking.plan_passes`. Returns what plans the rows that are saved.
 
     Args:
         plan_rows: a function (rows, stage, needs_grad, *, statistics=0, entropy=False) that plans a pass over rows.

@@ -134,6 +134,9 @@ def prepare(
         implementation=implementation,
         reason=launch.symbolic_limits(named["input"].shape),
     )
+    saved_as = None
+    if saved_budget:  # a trace has the shapes of what is saved, so it must know which implementation saves it
+        saved_as = implementation or choose(named["input"], named["linear_weight"], vocab_axis, None, None)[0].name
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
     flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
@@ -151,6 +154,7 @@ def prepare(
         has_class_weight=class_weight is not None,
         statistics=statistics | BY_ROW if batch_invariant else statistics,
         saved_budget=saved_budget,
+        saved_as=saved_as,
         has_grad_into=named["grad_into"] is not None,
         batch_invariant=batch_invariant,
     )

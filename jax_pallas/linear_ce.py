@@ -8,16 +8,20 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     reduction="none"     `row_losses`           plan C, 4 matmuls, 2 with a frozen head; undifferentiated plan B
     log-probabilities    `log_probs`            plan C
     token loss           `token_loss_and_gradients`, or `token_losses` for "none": the plans of the first two lines
+    saved_budget         `row_losses` and `log_probs` of `saved_ops.py`: 3 matmuls where all rows are saved, else plan C
 
-A token loss of the entropies takes 4 matmuls in the kernels, and 3 with a frozen head and reduction "none".
+A token loss of the entropies takes 4 matmuls in the kernels, and 3 with a frozen head and reduction "none". A scalar
+reduction with grad_into also computes the gradient of the head where it is not differentiated: 2 matmuls.
 
-The files of a call, in order: this one, `arguments.py`, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py`
-with `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`,
-`kernels.py`, `row_kernels.py` or `target_grad.py`.
+The files of a call, in order: this one, `arguments.py`, `ops.py` (with a saved_budget `saved_ops.py` before it),
+`plan.py`, then `scaled_exp.py` (with `float16.py` for float16, or `recompute.py` with `chunked.py`), then the file of a
+kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`, `row_kernels.py`, `saved_kernels.py`
+or `target_grad.py`.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +35,10 @@ from jax_pallas import elementwise, launch, ops, row_math, saved_ops
 from jax_pallas.arguments import Call, Implementation, check_per_token, check_sum, choose, prepare
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
-from jax_pallas.problem import NeedsGrad, Problem
+from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
+from linear_ce.chunking import plan_passes
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
@@ -138,9 +143,10 @@ def linear_cross_entropy(
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
-        linear_weight: (V, D) head, or (D, V) with vocab_axis 1; input's dtype or float32. A float32 head is rounded to
-            input's dtype one vocabulary chunk at a time, and its gradient is float32. Then the logits are computed
-            twice; pass a copy in input's dtype to avoid that.
+        linear_weight: (V, D) head, or (D, V) with vocab_axis 1; input's dtype or float32. Unless head_precision is
+            "float32", a float32 head under a 16-bit input is rounded to input's dtype one vocabulary chunk at a time,
+            and the kernels compute the logits twice; pass a copy in input's dtype to avoid that. The gradient of a
+            float32 head is float32.
         target: (...,) class indices, any integer dtype. If a target is neither a class nor `ignore_index`, the loss
             and the gradients are NaN; `check_targets` finds such targets.
         linear_bias: (V,) input's dtype or float32.
@@ -163,7 +169,11 @@ def linear_cross_entropy(
         saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
             results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
             matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
-            with grad_into and with head_precision "float32".
+            with grad_into and with head_precision "float32". "chunked" saves rows of any call. The kernels save rows of
+            a bfloat16 input and linear_weight without label smoothing: "mosaic" if D is a multiple of 64,
+            "pallas_triton" if V is a multiple of 64 without padding. Other calls raise an error that names the reason.
+            `jax.vmap` saves as many rows of each element of the batch. The implementation is chosen where the call is
+            traced: a program that is lowered for a platform with another one raises an error, unless it is named.
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
@@ -180,15 +190,16 @@ def linear_cross_entropy(
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
             "none", log-probabilities, token losses of the entropy, and sizes for which the kernels store no
             exponentials: `explain` names the matmuls). A weight is off by at most 2**-17 of its value, in place of
-            2**-9. d_weight is float32 in both cases.
+            2**-8, the error of rounding to the 8 bits of bfloat16. d_weight is float32 in both cases.
         batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
             bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
             range, nor on memory_budget. The order of sums is then fixed, which takes longer where d_input has few tiles
             (`explain` tells). With "mean" it holds for the same denominator: pass a normalizer. d_weight is a sum over
-            tokens. It needs the kernels, a bfloat16 input and linear_weight, label_smoothing 0 and saved_budget 0; for
-            the gradient of input "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and "pallas_triton" V
-            a multiple of 64 without padding. Results of another GPU, of another version or of another engine's head may
-            differ in their last bits.
+            tokens. It needs the kernels, a bfloat16 input and linear_weight, label_smoothing 0 and saved_budget 0; no
+            gradient of the entropy (a gradient of entropy or lse of `linear_log_probs`, or a token loss that takes the
+            entropy); for the gradient of input "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and
+            "pallas_triton" V a multiple of 64 without padding. Results of another GPU, of another version or of another
+            engine's head may differ in their last bits.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
@@ -401,6 +412,8 @@ def linear_token_loss(
         token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
             Rows of weight 0 do not contribute: their input and per_token may hold any values.
         reduction: "mean", "sum" or "none".
+        batch_invariant: as for `linear_cross_entropy`. With with_entropy, or an entropy_weight of a loss of
+            `token_losses`, a gradient of input or linear_weight is an error.
         memory_budget: bytes of workspace besides inputs, gradients and what token_loss computes for each token; None is
             512 MiB.
         input: as all other arguments, see `linear_cross_entropy`.
@@ -611,9 +624,13 @@ def explain(
         input: (..., D).
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
-        gradients: whether the gradients of input and linear_weight are computed.
+        gradients: whether the gradients of input and linear_weight are computed. With grad_into that of linear_weight
+            always is. Without gradients, `linear_log_probs` and `linear_token_loss` may have other chunks than the loss
+            alone, whose plan this is unless with_entropy is True.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
-            head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
+            head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none". They
+            also compute entropies, so their chunks may have fewer rows than the plan has, and the smallest
+            memory_budget may be larger.
         with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
             of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
@@ -659,15 +676,17 @@ def explain(
     classes = spec.classes(linear_weight.shape[vocab_axis])
     shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "grad_into": grad_into}
     problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
-    stage: Stage = "statistics" if batch_invariant else "losses"
-    if gradients:
+    check_flag("with_entropy", with_entropy)
+    into = grad_into is not None
+    # The sum of grad_into is a result of the call, so its matmul also runs without gradients.
+    needs_grad = NeedsGrad(gradients, gradients or into, False)
+    without_gradients: Stage = "statistics" if batch_invariant or with_entropy else "losses"
+    stage = without_gradients
+    if any(needs_grad):
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
         if with_entropy and reduction != "none":
             stage = "entropy_loss_and_gradients"
     budget = check_memory_budget(memory_budget)
-    needs_grad = NeedsGrad(gradients, gradients, False)
-    into = grad_into is not None
-    check_flag("with_entropy", with_entropy)
     given = {"grad_into": into, "head_precision": head_precision, "with_entropy": with_entropy}
     saved_budget = check_saved_budget(saved_budget, reduction, **given)
     check_batch_invariant(
@@ -680,9 +699,15 @@ def explain(
     if saved_budget and gradients:
         plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
         return Explanation(*chosen, plan)
-    asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
-    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info, **asked)
-    return Explanation(*chosen, plan)
+
+    def planned(stage: Stage, needs_grad: NeedsGrad) -> Callable[[], ExecutionPlan]:
+        asked: dict[str, Any] = {"statistics": ENTROPY * with_entropy, "batch_invariant": batch_invariant}
+        return partial(ops.plan_for, problem, stage, budget, chosen.name, needs_grad, info, **asked)
+
+    passes = [planned(stage, needs_grad)]
+    if stage == "row_gradients":  # the losses run in the forward pass
+        passes.append(planned(without_gradients, NO_GRADIENTS))
+    return Explanation(*chosen, plan_passes(*passes))
 
 
 def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:

@@ -8,6 +8,9 @@
     `token_loss_and_gradients`  `loss_and_gradients` with a token loss in place of the negative log-likelihood
     `token_losses`              `row_losses`, and then `token_rows`: (N,) token loss of each row
 
+`saved_ops.py` has other `row_losses` and `log_probs`, for calls with a `saved_budget`. They run the rules of this file
+where no row is saved.
+
 If an operator is not differentiated, it runs plan B and computes no gradients. A rule computes only the gradients that
 are needed: a custom_vjp with symbolic zeros receives which arguments are differentiated. `row_math.row_weights` folds
 ignore_index, token weights, reductions and denominators into one vector before.
@@ -21,6 +24,7 @@ the head.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,6 +47,7 @@ from jax_pallas.token_hook import (
     row_token_gradients,
     row_token_losses,
 )
+from linear_ce.chunking import plan_passes
 from linear_ce.spec import LossSpec
 from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, MAX, SQUARES, planes
 
@@ -71,6 +76,8 @@ class Options:
     has_class_weight: bool
     statistics: int  # of `linear_ce.statistics`; without the largest logits these may be inf
     saved_budget: int = 0  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
+    # With `saved_budget`: the implementation that was chosen where the call was traced. What is saved depends on it.
+    saved_as: str | None = None
     has_grad_into: bool = False
     batch_invariant: bool = False
 
@@ -149,17 +156,17 @@ class TokenOptions:
         return tuple(arrays[:first]), tuple(arrays[first:last]), tuple(arrays[last:])
 
 
-def _rule(function: Callable[..., Arrays]) -> Any:
+def rule_of_arrays(function: Callable[..., Arrays]) -> Any:
     """Makes `function(options, *arrays)` a custom_vjp function of the arrays."""
     return jax.custom_vjp(function, nondiff_argnums=(0,))
 
 
-@_rule
+@rule_of_arrays
 def _loss_and_gradients(options: Options, *arrays: Array) -> Arrays:
     if options.has_grad_into:
         losses, statistics, gradients, _ = _plan_a((options, _ONLY_D_WEIGHT), *arrays)
         return losses.sum(), *statistics, *_totals(gradients)
-    losses, *statistics = _row_losses(options, *arrays)
+    losses, *statistics = row_losses_rule(options, *arrays)
     return losses.sum(), *statistics
 
 
@@ -168,12 +175,12 @@ def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, An
     losses, statistics, gradients, scales = _plan_a((options, needs_grad), *(primal.value for primal in primals))
     if options.has_grad_into:
         totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
-    return (losses.sum(), *statistics, *totals), (jax.tree.map(_named, gradients), scales)
+    return (losses.sum(), *statistics, *totals), (jax.tree.map(as_residual, gradients), scales)
 
 
 def _loss_and_gradients_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     gradients, scales = residuals
-    d_loss = _dense(cotangents[0])
+    d_loss = dense(cotangents[0])
     return options.cotangents(_scaled(gradients, d_loss, d_loss, scales))
 
 
@@ -189,13 +196,13 @@ def _totals(gradients: Gradients) -> Arrays:
 _loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, symbolic_zeros=True)
 
 
-@_rule
-def _row_losses(options: Options, *arrays: Array) -> Arrays:
-    loss, found = _losses(options, *arrays)
-    return loss, *_present(found, options.statistics)
+@rule_of_arrays
+def row_losses_rule(options: Options, *arrays: Array) -> Arrays:
+    loss, found = losses_of_rows(options, *arrays)
+    return loss, *present_statistics(found, options.statistics)
 
 
-def _present(found: row_math.RowStatistics, statistics: int) -> Arrays:
+def present_statistics(found: row_math.RowStatistics, statistics: int) -> Arrays:
     """Returns lse, target_logit and max, and the others of the statistics in the order of their bits, as results of an
     operator."""
     others = (ARGMAX, found.argmax), (ENTROPY, found.entropy), (LOGIT_SUM, found.mean_logit)
@@ -205,7 +212,7 @@ def _present(found: row_math.RowStatistics, statistics: int) -> Arrays:
 
 
 def _row_statistics_of(results: Sequence[Any], statistics: int) -> row_math.RowStatistics:
-    """Returns the statistics that `_present` made."""
+    """Returns the statistics that `present_statistics` made."""
     lse, target_logit, top, *rest = results
     argmax, entropy, mean_logit, squares = (
         rest.pop(0) if statistics & bit else None for bit in (ARGMAX, ENTROPY, LOGIT_SUM, SQUARES)
@@ -213,7 +220,7 @@ def _row_statistics_of(results: Sequence[Any], statistics: int) -> row_math.RowS
     return row_math.RowStatistics(lse, target_logit, None, top, None, entropy, argmax, mean_logit, squares)
 
 
-def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
+def row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
     d_entropy = options.statistics & D_ENTROPY != 0
     # Then a row's d_input is its d_loss times what 1 gives.
@@ -221,19 +228,22 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
         losses, statistics, gradients, scales = _plan_a((options, needs_grad), *arrays)
         return (losses, *statistics), (
             None,
-            (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
+            (jax.tree.map(as_residual, gradients), scales, options.named(arrays)["row_weight"]),
         )
-    # Refuses what the backward pass could not do.
-    _problem("row_gradients", options, arrays, needs_grad, entropy=d_entropy)
-    loss, *found = _row_losses(options, *arrays)
+    # Refuses what one of the passes could not do.
+    plan_passes(
+        partial(make_problem, "row_gradients", options, arrays, needs_grad, entropy=d_entropy),
+        partial(forward_problem, options, arrays),
+    )
+    loss, *found = row_losses_rule(options, *arrays)
     of_rows = _row_statistics_of(found, options.statistics)
-    entropy = _named(of_rows.entropy) if d_entropy and of_rows.entropy is not None else None
-    return (loss, *found), ((arrays, _named(of_rows.lse), entropy, needs_grad), None)
+    entropy = as_residual(of_rows.entropy) if d_entropy and of_rows.entropy is not None else None
+    return (loss, *found), ((arrays, as_residual(of_rows.lse), entropy, needs_grad), None)
 
 
-def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+def row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     recomputed, made = residuals
-    d_loss = _dense(cotangents[0])
+    d_loss = dense(cotangents[0])
     if made is not None:
         gradients, scales, row_weight = made
         d_row = jnp.where(row_weight != 0, d_loss, 0.0)[:, None]
@@ -247,40 +257,40 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     upstream = jnp.where(row_weight != 0, d_loss * row_weight, 0.0)
     d_entropy = _row_statistics_of(cotangents[1:], options.statistics).entropy
     if entropy is None or d_entropy is None or isinstance(d_entropy, SymbolicZero):
-        return options.cotangents(_row_gradients((options, needs_grad), arrays, lse, upstream))
+        return options.cotangents(gradients_of_rows((options, needs_grad), arrays, lse, upstream))
     of_rows = -upstream, d_entropy, jnp.zeros_like(lse)  # the loss is -log_prob
     return options.cotangents(_log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows))
 
 
-_row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
+row_losses_rule.defvjp(row_losses_fwd, row_losses_bwd, symbolic_zeros=True)
 
 
-@_rule
-def _log_probs(options: Options, *arrays: Array) -> Arrays:
-    nll, found = _losses(options, *arrays)
+@rule_of_arrays
+def log_probs_rule(options: Options, *arrays: Array) -> Arrays:
+    nll, found = losses_of_rows(options, *arrays)
     assert found.entropy is not None
     return 0.0 - nll, found.entropy, found.lse
 
 
-def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
+def log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    # Refuses what the backward pass could not do. With batch_invariant it differentiates log_prob only.
+    # Refuses what one of the passes could not do. With batch_invariant it differentiates log_prob only.
+    backward = partial(make_problem, "gradients", options, arrays, needs_grad, entropy=True)
     if options.batch_invariant:
-        _problem("row_gradients", options, arrays, needs_grad)
-    else:
-        _problem("gradients", options, arrays, needs_grad, entropy=True)
-    log_prob, entropy, lse = _log_probs(options, *arrays)
-    return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), needs_grad)
+        backward = partial(make_problem, "row_gradients", options, arrays, needs_grad)
+    plan_passes(backward, partial(forward_problem, options, arrays))
+    log_prob, entropy, lse = log_probs_rule(options, *arrays)
+    return (log_prob, entropy, lse), (arrays, as_residual(entropy), as_residual(lse), needs_grad)
 
 
-def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+def log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, needs_grad = residuals
     d_log_prob, *others = cotangents
     if all(isinstance(one, SymbolicZero) for one in others):
         row_weight = options.named(arrays)["row_weight"]
-        upstream = jnp.where(row_weight != 0, -_dense(d_log_prob), 0.0)  # of the negative log-likelihood
-        return options.cotangents(_row_gradients((options, needs_grad), arrays, lse, upstream))
-    of_rows = tuple(map(_dense, cotangents))
+        upstream = jnp.where(row_weight != 0, -dense(d_log_prob), 0.0)  # of the negative log-likelihood
+        return options.cotangents(gradients_of_rows((options, needs_grad), arrays, lse, upstream))
+    of_rows = tuple(map(dense, cotangents))
     return options.cotangents(_log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows))
 
 
@@ -292,24 +302,24 @@ def _log_prob_gradients(
     used = jnp.stack([one != 0 for one in cotangents]).any(0)
     row_weight = jnp.where(used, options.named(arrays)["row_weight"], 0.0)
     arrays = options.arrays(**options.named(arrays) | {"row_weight": row_weight})
-    problem = _problem("gradients", options, arrays, needs_grad, entropy=True)
+    problem = make_problem("gradients", options, arrays, needs_grad, entropy=True)
     coefficients = row_math.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
     )
     return _gradients((options, needs_grad), arrays, lse, coefficients)
 
 
-_log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
+log_probs_rule.defvjp(log_probs_fwd, log_probs_bwd, symbolic_zeros=True)
 
 
-@_rule
+@rule_of_arrays
 def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
     of_call, per_token, closure = token.split(arrays)
     if token.options.has_grad_into:
         nothing = TokenNeedsGrad((False,) * len(per_token), (False,) * len(closure))
         rows, stats, gradients, _ = _token_plan_a((token, _ONLY_D_WEIGHT, nothing), *arrays)
         return rows.loss.sum(), *stats, *_totals(gradients)
-    nll, found = _losses(token.options, *_unweighted(token.options, of_call))
+    nll, found = losses_of_rows(token.options, *_unweighted(token.options, of_call))
     row_weight = token.options.named(of_call)["row_weight"]
     values = token.values(per_token, found.entropy)
     loss = _token_values(token.function, 0.0 - nll, row_weight, values, closure).sum()
@@ -336,7 +346,7 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
             totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
     else:
         of_call, per_token, closure = token.split(arrays)
-        nll, found = _losses(options, *_unweighted(options, of_call))
+        nll, found = losses_of_rows(options, *_unweighted(options, of_call))
         row_weight = options.named(of_call)["row_weight"]
         needs = token_needs_grad.per_token
         static = (token.function, token_needs_grad._replace(per_token=(False,) * token.with_entropy + needs))
@@ -349,12 +359,12 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
     # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
     like = zip(of_tokens, arrays[len(of_call) :], strict=True)
     dtypes = tuple(None if gradient is None else jnp.zeros(0, array.dtype) for gradient, array in like)
-    return (rows.loss.sum(), *stats, *totals), (jax.tree.map(_named, (gradients, of_tokens)), scales, dtypes)
+    return (rows.loss.sum(), *stats, *totals), (jax.tree.map(as_residual, (gradients, of_tokens)), scales, dtypes)
 
 
 def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
     (gradients, of_tokens), scales, dtypes = residuals
-    d_loss = _dense(cotangents[0])
+    d_loss = dense(cotangents[0])
     scaled = (
         None if gradient is None else (gradient * d_loss).astype(like.dtype)
         for gradient, like in zip(of_tokens, dtypes, strict=True)
@@ -365,7 +375,7 @@ def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any
 _token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)
 
 
-@_rule
+@rule_of_arrays
 def _token_rows(token: TokenOptions, log_prob: Array, row_weight: Array, *arrays: Array) -> Arrays:
     per_token, closure = arrays[: token.per_token], arrays[token.per_token :]
     return (_token_values(token.function, log_prob, row_weight, per_token, closure),)
@@ -380,7 +390,7 @@ def _token_rows_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
 
 def _token_rows_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
     (log_prob, row_weight, *arrays), needs_grad = residuals
-    upstream = jnp.where(row_weight != 0, row_weight * _dense(cotangents[0]), 0.0)
+    upstream = jnp.where(row_weight != 0, row_weight * dense(cotangents[0]), 0.0)
     per_token, closure = tuple(arrays[: token.per_token]), tuple(arrays[token.per_token :])
     rows = _token_derivatives((token.function, needs_grad), log_prob, upstream, per_token, closure)
     found = (*rows.d_per_token, *rows.d_closure)
@@ -439,21 +449,22 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
 
 
 @opaque("linear_ce_losses")
-def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, row_math.RowStatistics]:
+def losses_of_rows(
+    options: Options, *arrays: Array, platform: str | None = None
+) -> tuple[Array, row_math.RowStatistics]:
     return _plan_b(options, arrays, platform)
 
 
 def _plan_b(options: Options, arrays: Arrays, platform: str | None) -> tuple[Array, row_math.RowStatistics]:
     """Returns the (N,) losses and the statistics of the rows."""
-    stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
-    problem = _problem(stage, options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
+    problem = forward_problem(options, arrays, platform)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
         loss, found, _ = scaled_exp(problem, NO_GRADIENTS, statistics=options.statistics)
         return loss, found
-    return chunked.losses(_tiles(plan), problem, plan.chunk_config, options.statistics)
+    return chunked.losses(tiles_of(plan), problem, plan.chunk_config, options.statistics)
 
 
 @opaque("linear_ce_plan_a")
@@ -463,7 +474,7 @@ def _plan_a(
     """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
     options, needs_grad = static
     statistics = options.statistics
-    problem = _problem("loss_and_gradients", options, arrays, needs_grad, platform, statistics=statistics)
+    problem = make_problem("loss_and_gradients", options, arrays, needs_grad, platform, statistics=statistics)
     plan = plan_of(problem)
     scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if plan.path == "scaled_exp":
@@ -472,9 +483,9 @@ def _plan_a(
         losses, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics, scales=scales)
     else:
         losses, found, gradients = chunked.loss_and_gradients(
-            _tiles(plan), problem, plan.chunk_config, needs_grad, scales, statistics
+            tiles_of(plan), problem, plan.chunk_config, needs_grad, scales, statistics
         )
-    return losses, _present(found, options.statistics), gradients, scales
+    return losses, present_statistics(found, options.statistics), gradients, scales
 
 
 @opaque("linear_ce_token_plan_a")
@@ -491,7 +502,7 @@ def _token_plan_a(
     of_call, per_token, closure = token.split(arrays)
     statistics = token.options.statistics
     stage: Stage = "entropy_loss_and_gradients" if token.with_entropy else "loss_and_gradients"
-    problem = _problem(stage, token.options, of_call, needs_grad, platform, statistics=statistics)
+    problem = make_problem(stage, token.options, of_call, needs_grad, platform, statistics=statistics)
     plan, token_loss = plan_of(problem), TokenHook(token.function, token_needs_grad, per_token, closure)
     scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if token.with_entropy and plan.path == "recompute":
@@ -501,7 +512,7 @@ def _token_plan_a(
         rows = token_loss.of_chunk(every.chunk, log_prob, problem.row_weight, found.entropy)
         coefficients = chunked.token_coefficients(problem, rows, every, found)
         gradients = chunked.gradients(
-            _tiles(plan), problem, plan.chunk_config, found.lse, coefficients, needs_grad, scales
+            tiles_of(plan), problem, plan.chunk_config, found.lse, coefficients, needs_grad, scales
         )
         rows = rows._replace(d_entropy=None)
     elif plan.path == "scaled_exp":
@@ -510,7 +521,7 @@ def _token_plan_a(
         rows, log_prob, found, gradients = token_loss_and_gradients(problem, needs_grad, token_loss, statistics, scales)
     else:
         rows, found, gradients = chunked.token_loss_and_gradients(
-            _tiles(plan), problem, plan.chunk_config, needs_grad, scales, token_loss, statistics
+            tiles_of(plan), problem, plan.chunk_config, needs_grad, scales, token_loss, statistics
         )
         log_prob = None if found is None or found.nll is None else 0.0 - found.nll
     stats = () if log_prob is None else _stats(token, log_prob, problem.row_weight, found)
@@ -544,7 +555,7 @@ def _token_derivatives(
 
 
 @opaque("linear_ce_row_gradients")
-def _row_gradients(
+def gradients_of_rows(
     static: tuple[Options, NeedsGrad], arrays: Arrays, lse: Array, upstream: Array, platform: str | None = None
 ) -> Gradients:
     """Plan C's backward pass for losses of rows: the gradients of their sum, each multiplied by `upstream`.
@@ -554,7 +565,7 @@ def _row_gradients(
     """
     options, needs_grad = static
     arrays = options.arrays(**options.named(arrays) | {"row_weight": upstream})
-    problem = _problem("row_gradients", options, arrays, needs_grad, platform)
+    problem = make_problem("row_gradients", options, arrays, needs_grad, platform)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
@@ -563,7 +574,7 @@ def _row_gradients(
     coefficients = row_math.loss_coefficients(
         options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
     )
-    return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
 
 
 @opaque("linear_ce_gradients")
@@ -577,12 +588,25 @@ def _gradients(
     """Plan C's backward pass for any coefficients."""
     options, needs_grad = static
     entropy = coefficients.beta is not None
-    problem = _problem("gradients", options, arrays, needs_grad, platform, entropy=entropy)
+    problem = make_problem("gradients", options, arrays, needs_grad, platform, entropy=entropy)
     plan = plan_of(problem)
-    return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
 
 
-def _problem(
+def forward_problem(options: Options, arrays: Sequence[Array], platform: str | None = None) -> Problem:
+    """Returns the problem of plan B."""
+    stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
+    return make_problem(stage, options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
+
+
+def implementation_of(options: Options, arrays: Sequence[Array], platform: str | None) -> str:
+    """Returns the implementation that a call runs that is lowered for `platform`, or traced."""
+    named, axis = options.named(arrays), options.vocab_axis
+    x, w = named["input"], named["linear_weight"]
+    return launch.resolve(options.implementation, platform, x.dtype, x.shape[1], w.shape[axis], axis)
+
+
+def make_problem(
     stage: Stage,
     options: Options,
     arrays: Sequence[Array],
@@ -595,9 +619,7 @@ def _problem(
     """Returns the problem, with its plan, of a call that is lowered for `platform`, or traced."""
     shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
     problem = Problem(**options.named(arrays), **shared)
-    w = problem.linear_weight
-    shape = (problem.input.dtype, problem.input.shape[1], w.shape[options.vocab_axis], options.vocab_axis)
-    implementation = launch.resolve(options.implementation, platform, *shape)
+    implementation = implementation_of(options, arrays, platform)
     plan = plan_for(
         problem,
         stage,
@@ -649,7 +671,7 @@ def plan_for(
     return make_plan(key)
 
 
-def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
+def tiles_of(plan: ExecutionPlan) -> chunked.Tiles:
     """Returns the functions that compute the tiles of a plan of `chunked`. Pallas is imported only for its kernels."""
     if plan.path == "chunked":
         return chunked.XLA_TILES
@@ -658,24 +680,16 @@ def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
     return KERNEL_TILES
 
 
-def _named(array: Array) -> Array:
+def as_residual(array: Array) -> Array:
     return checkpoint_name(array, RESIDUAL)
 
 
-def _dense(cotangent: Any) -> Any:
+def dense(cotangent: Any) -> Any:
     return jnp.zeros(cotangent.shape, jnp.float32) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _unflattened(results: Arrays, batch: int) -> Arrays:
     return tuple(result.reshape(batch, -1) for result in results)
-
-
-def _row_losses_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
-    return _unflattened(row_losses(options, *arrays), batch)
-
-
-def _log_probs_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
-    return _unflattened(log_probs(options, *arrays), batch)
 
 
 def _by_batch(flattened: Callable[[Options, Arrays, int], Arrays]) -> Batched:
@@ -693,6 +707,18 @@ def _by_batch(flattened: Callable[[Options, Arrays, int], Arrays]) -> Batched:
         return flattened(options, options.arrays(**named), size)
 
     return rule
+
+
+def operator_of_rows(name: str, rule: Any) -> Callable[..., Arrays]:
+    """Makes an operator of a rule whose results have a number for each row."""
+
+    def flattened(options: Options, arrays: Arrays, batch: int) -> Arrays:
+        # A call that saves rows saves as many of each batch element.
+        options = replace(options, saved_budget=batch * options.saved_budget)
+        return _unflattened(operator(options, *arrays), batch)
+
+    operator = differentiable(name, rule, _by_batch(flattened))
+    return operator
 
 
 def _loss_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
@@ -735,7 +761,7 @@ def _as_rows(arrays: Sequence[Any], axes: Sequence[Any], size: int) -> Arrays:
 
 
 loss_and_gradients = differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch))
-row_losses = differentiable("linear_ce_row_losses", _row_losses, _by_batch(_row_losses_of_batch))
-log_probs = differentiable("linear_ce_log_probs", _log_probs, _by_batch(_log_probs_of_batch))
+row_losses = operator_of_rows("linear_ce_row_losses", row_losses_rule)
+log_probs = operator_of_rows("linear_ce_log_probs", log_probs_rule)
 token_loss_and_gradients = differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch)
 token_rows = differentiable("linear_ce_token_rows", _token_rows, _token_rows_of_batch)

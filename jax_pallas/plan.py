@@ -5,7 +5,7 @@ determines speed and memory. It changes results only by rounding.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from jax_pallas import launch, tile_config
@@ -13,7 +13,7 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, BudgetTooSmallError, ChunkConfig, SavedRowCount, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan, plan_passes
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
@@ -192,6 +192,8 @@ def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
         return "needs the kernels, got implementation 'chunked'"
     if key.stage == "gradients":
         return "has no gradients of entropy and lse: their matmuls are XLA's. Differentiate log_prob only"
+    if key.stage in ("row_gradients", "entropy_loss_and_gradients") and key.entropy:
+        return "has no gradient of the entropy (with_entropy, or an entropy_weight): its matmuls are XLA's"
     if x.dtype != "bfloat16":
         return f"needs a bfloat16 input, got {x.dtype}"
     if w.dtype != x.dtype:
@@ -216,11 +218,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         # The exponentials in 16 bits have too few bits for the logarithms in the gradient of an entropy.
         plan = None if key.entropy else _plan_a_again(key)
         if plan is None:
-            keys = [key._replace(stage="gradients")]
+            # `why_variant` has a message for this stage.
+            keys = [key._replace(stage="gradients", batch_invariant=False)]
             if key.stage == "entropy_loss_and_gradients":  # the losses are part of the call
-                no_gradient = {"d_input": False, "d_weight": False, "d_bias": False, "grad_into": False}
-                keys.append(key._replace(stage="statistics", **no_gradient))
-            plan = _first_plan(keys)
+                no_gradient = {"d_input": False, "d_weight": False, "d_bias": False}
+                keys.append(keys[0]._replace(stage="statistics", **no_gradient))
+            plan = plan_passes(*(partial(make_plan, one) for one in keys))
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
@@ -389,20 +392,6 @@ def why_unsaved(
     else:
         return None
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"
-
-
-def _first_plan(keys: list[PlanKey]) -> ExecutionPlan:
-    """Returns the plan of the first part of a call, given all its parts. Raises the error that names the largest memory
-    budget."""
-    plans, refusals = list[ExecutionPlan](), list[BudgetTooSmallError]()
-    for key in keys:
-        try:
-            plans.append(make_plan(key))
-        except BudgetTooSmallError as refusal:
-            refusals.append(refusal)
-    if refusals:
-        raise max(refusals, key=lambda refusal: refusal.least)
-    return plans[0]
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:

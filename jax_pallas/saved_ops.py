@@ -9,11 +9,16 @@ pass can compute the gradients for upstream gradients of 1 up to this factor, fo
     backward rule   d_input times the upstream gradients; d_weight of these S rows  1 matmul   `_saved_gradients`
                     d_input and d_weight of the other rows, from logits again       3 matmuls
 
+The implementation determines the shapes of what is saved, so it is chosen where the call is traced
+(`Options.saved_as`).
+
 If a gradient of the entropy or of lse arrives, what was kept is not used. The backward pass is then that of
 `ops.log_probs`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,12 +29,21 @@ from jax.custom_derivatives import SymbolicZero
 from jax_pallas import chunked, ops
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.ops import Arrays, Options
-from jax_pallas.plan import ExecutionPlan, why_unsaved
-from jax_pallas.primitives import differentiable, opaque
-from jax_pallas.problem import NOTHING_COMPUTED, Gradients, NeedsGrad, Problem, SavedRows, layout_of, plan_of
+from jax_pallas.plan import ExecutionPlan, Stage, why_unsaved
+from jax_pallas.primitives import opaque
+from jax_pallas.problem import (
+    NO_GRADIENTS,
+    NOTHING_COMPUTED,
+    Gradients,
+    NeedsGrad,
+    Problem,
+    SavedRows,
+    layout_of,
+    plan_of,
+)
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import is_symbolic
-from linear_ce.chunking import SavedRowCount, choose_saved_rows
+from linear_ce.chunking import SavedRowCount, choose_saved_rows, plan_passes
 
 
 def saved_rows(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> SavedRowCount:
@@ -62,18 +76,26 @@ def explained_plan(
 ) -> ExecutionPlan:
     """Returns the plan of the rows that are saved, with that of the other rows, or that of the backward pass if no row
     is saved."""
-    x, options = problem.input, (memory_budget, implementation, needs_grad, device)
+    x = problem.input
     check_saves(problem, implementation)
 
-    def of_rows(count: int) -> Problem:
-        return replace(problem, input=jax.ShapeDtypeStruct((count, x.shape[1]), x.dtype))  # pyright: ignore[reportArgumentType]
+    def plan_of_rows(count: int, stage: Stage, needs_grad: NeedsGrad) -> Callable[[], ExecutionPlan]:
+        of_rows: Any = jax.ShapeDtypeStruct((count, x.shape[1]), x.dtype)
+        options = memory_budget, implementation, needs_grad, device
+        return partial(ops.plan_for, replace(problem, input=of_rows), stage, *options)
 
-    saved, others = _count(x, problem.classes, needs_grad, saved_budget), None
+    saved = _count(x, problem.classes, needs_grad, saved_budget)
+    rest, passes = saved.tokens - saved.rows, []
+    if rest or not saved.tokens:
+        passes += [plan_of_rows(rest, "row_gradients", needs_grad), plan_of_rows(rest, "losses", NO_GRADIENTS)]
+    if saved.rows:
+        passes.append(plan_of_rows(saved.rows, "saved_rows", needs_grad))
+        if implementation == "chunked":
+            passes.append(plan_of_rows(saved.rows, "gradients", needs_grad._replace(d_input=False)))
+    plan = plan_passes(*passes)
     if 0 < saved.rows < saved.tokens:
-        others = ops.plan_for(of_rows(saved.tokens - saved.rows), "row_gradients", *options)
-    stage = "saved_rows" if saved.rows else "row_gradients"
-    plan = ops.plan_for(of_rows(saved.rows or saved.tokens), stage, *options)
-    return replace(plan, saved=saved, others=others)
+        return replace(passes[2](), saved=saved, others=plan)
+    return replace(plan, saved=saved)
 
 
 def check_saves(problem: Problem, implementation: str) -> None:
@@ -84,49 +106,77 @@ def check_saves(problem: Problem, implementation: str) -> None:
         raise ValueError(why)
 
 
-def _check_saves(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> None:
-    problem = ops._problem("row_gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
-    check_saves(problem, plan_of(problem).implementation)
+def _checked_rows(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> int:
+    """Returns how many rows are saved. Raises ValueError for a call with which kernels save no rows."""
+    shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
+    assert options.saved_as is not None
+    check_saves(Problem(**options.named(arrays), **shared), options.saved_as)
+    return saved_rows(options, arrays, needs_grad).rows
 
 
-@ops._rule
+def _check_passes(
+    options: Options, arrays: Arrays, needs_grad: NeedsGrad, rows: int, *others: Callable[[], Any]
+) -> None:
+    """Refuses what one of the passes of a call that saves rows could not do. `others` make further plans."""
+    named = options.named(arrays)
+
+    def of_rows(count: int) -> Arrays:
+        shapes = {
+            name: jax.ShapeDtypeStruct((count, *named[name].shape[1:]), named[name].dtype)
+            for name in ("input", "target", "row_weight")
+        }
+        return options.arrays(**named | shapes)
+
+    first, rest = of_rows(rows), of_rows(len(named["target"]) - rows)
+    passes: list[Callable[[], Any]] = [partial(_saved_problem, options, first, needs_grad, None)]
+    if options.saved_as == "chunked":
+        passes.append(partial(_head_problem, options, first, needs_grad, None))
+    if rows < len(named["target"]):
+        passes.append(partial(ops.make_problem, "row_gradients", options, rest, needs_grad))
+        passes.append(partial(ops.forward_problem, options, rest))
+    plan_passes(*passes, *others)
+
+
+@ops.rule_of_arrays
 def _row_losses(options: Options, *arrays: Array) -> Arrays:
-    return ops._row_losses(options, *arrays)
+    return ops.row_losses_rule(options, *arrays)
 
 
 def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    _check_saves(options, arrays, needs_grad)
-    d_head = needs_grad.d_weight or needs_grad.d_bias
-    if not (d_head and saved_rows(options, arrays, needs_grad).rows):
-        results, residuals = ops._row_losses_fwd(options, *primals)
+    rows = _checked_rows(options, arrays, needs_grad)
+    if not rows or not (needs_grad.d_weight or needs_grad.d_bias):
+        results, residuals = ops.row_losses_fwd(options, *primals)
         return results, (residuals, None)
+    _check_passes(options, arrays, needs_grad, rows)
     loss, found, saved = _saved_losses((options, needs_grad), *arrays)
-    return (loss, *ops._present(found, options.statistics)), (None, _residuals(arrays, found, saved, needs_grad))
+    results = loss, *ops.present_statistics(found, options.statistics)
+    return results, (None, _residuals(arrays, found, saved, needs_grad))
 
 
 def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     recomputed, kept = residuals
     if kept is None:
-        return ops._row_losses_bwd(options, recomputed, cotangents)
-    return _of_upstream(options, kept, ops._dense(cotangents[0]))
+        return ops.row_losses_bwd(options, recomputed, cotangents)
+    return _of_upstream(options, kept, ops.dense(cotangents[0]))
 
 
 _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
 
 
-@ops._rule
+@ops.rule_of_arrays
 def _log_probs(options: Options, *arrays: Array) -> Arrays:
-    return ops._log_probs(options, *arrays)
+    return ops.log_probs_rule(options, *arrays)
 
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    _check_saves(options, arrays, needs_grad)
-    if not saved_rows(options, arrays, needs_grad).rows:
-        results, residuals = ops._log_probs_fwd(options, *primals)
+    rows = _checked_rows(options, arrays, needs_grad)
+    if not rows:
+        results, residuals = ops.log_probs_fwd(options, *primals)
         return results, (residuals, None)
-    ops._problem("gradients", options, arrays, needs_grad, entropy=True)  # as `_check_saves` does
+    of_entropy = partial(ops.make_problem, "gradients", options, arrays, needs_grad, entropy=True)
+    _check_passes(options, arrays, needs_grad, rows, of_entropy)
     loss, found, saved = _saved_losses((options, needs_grad), *arrays)
     assert found.entropy is not None
     return (0.0 - loss, found.entropy, found.lse), (None, _residuals(arrays, found, saved, needs_grad))
@@ -135,20 +185,20 @@ def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
 def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     recomputed, kept = residuals
     if kept is None:
-        return ops._log_probs_bwd(options, recomputed, cotangents)
+        return ops.log_probs_bwd(options, recomputed, cotangents)
     d_log_prob, *others = cotangents
     if all(isinstance(one, SymbolicZero) for one in others):
-        return _of_upstream(options, kept, -ops._dense(d_log_prob))
+        return _of_upstream(options, kept, -ops.dense(d_log_prob))
     arrays, entropy, lse, _, needs_grad = kept
-    return ops._log_probs_bwd(options, (arrays, entropy, lse, needs_grad), cotangents)
+    return ops.log_probs_bwd(options, (arrays, entropy, lse, needs_grad), cotangents)
 
 
 _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
 
 
 def _residuals(arrays: Arrays, found: RowStatistics, saved: SavedRows, needs_grad: NeedsGrad) -> Any:
-    entropy = None if found.entropy is None else ops._named(found.entropy)
-    return arrays, entropy, ops._named(found.lse), jax.tree.map(ops._named, saved), needs_grad
+    entropy = None if found.entropy is None else ops.as_residual(found.entropy)
+    return arrays, entropy, ops.as_residual(found.lse), jax.tree.map(ops.as_residual, saved), needs_grad
 
 
 def _of_upstream(options: Options, kept: Any, d_loss: Array) -> Any:
@@ -175,10 +225,10 @@ def _saved_losses(
         loss, found, saved = save_rows(problem, needs_grad, statistics=options.statistics)
     else:
         loss, found, saved = chunked.save_rows(
-            ops._tiles(plan), problem, plan.chunk_config, needs_grad, options.statistics
+            ops.tiles_of(plan), problem, plan.chunk_config, needs_grad, options.statistics
         )
     if rows < len(options.named(arrays)["target"]):
-        other_loss, other = ops._losses(options, *others)
+        other_loss, other = ops.losses_of_rows(options, *others)
         loss = jnp.concatenate([loss, other_loss])
         found = _joined(found, other)
     return loss, found._replace(nll=None, weighted_sum=None), saved
@@ -190,7 +240,27 @@ def _of_rows(options: Options, arrays: Arrays, rows: slice) -> Arrays:
 
 
 def _saved_problem(options: Options, arrays: Arrays, needs_grad: NeedsGrad, platform: str | None) -> Problem:
-    return ops._problem("saved_rows", options, arrays, needs_grad, platform, statistics=options.statistics)
+    options = _as_traced(options, arrays, platform)
+    return ops.make_problem("saved_rows", options, arrays, needs_grad, platform, statistics=options.statistics)
+
+
+def _head_problem(options: Options, arrays: Arrays, needs_grad: NeedsGrad, platform: str | None) -> Problem:
+    """Returns the problem of "chunked" for the gradients of the head by saved rows."""
+    options = _as_traced(options, arrays, platform)
+    return ops.make_problem("gradients", options, arrays, needs_grad._replace(d_input=False), platform)
+
+
+def _as_traced(options: Options, arrays: Arrays, platform: str | None) -> Options:
+    """Returns the options with the implementation that was chosen where the call was traced. Raises ValueError if the
+    platform that it is lowered for has another one."""
+    lowered_as = options.saved_as if platform is None else ops.implementation_of(options, arrays, platform)
+    if lowered_as != options.saved_as:
+        raise ValueError(
+            f"saved_budget must be 0 where a call is traced for {options.saved_as!r} and lowered for a {platform} "
+            f"device, which runs {lowered_as!r}: each saves other arrays. Name the implementation, or lower the "
+            "program for one kind of device, which is the default device or that of the mesh"
+        )
+    return replace(options, implementation=options.saved_as)
 
 
 def _joined(first: RowStatistics, others: RowStatistics) -> RowStatistics:
@@ -220,7 +290,7 @@ def _saved_gradients(
         others = _of_rows(options, arrays, slice(rows, None))
         row_weight, of_others = options.named(others)["row_weight"], factor[rows:]
         upstream = jnp.where(of_others != 0, of_others * row_weight, 0.0)
-        d_others, *rest = ops._row_gradients(static, others, lse[rows:], upstream)
+        d_others, *rest = ops.gradients_of_rows(static, others, lse[rows:], upstream)
         d_head = Gradients(None, *rest)
     first, factor = _of_rows(options, arrays, slice(0, rows)), factor[:rows]
     problem = _saved_problem(options, first, needs_grad, platform)
@@ -233,7 +303,7 @@ def _saved_gradients(
         assert saved.rho is not None
         input_factor = jnp.where(factor == 0, 0.0, factor * saved.rho)
         first = options.arrays(**options.named(first) | {"row_weight": input_factor})
-        problem = ops._problem("gradients", options, first, needs_grad._replace(d_input=False), platform)
+        problem = _head_problem(options, first, needs_grad, platform)
         d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
     d_input = None
     if saved.unit_d_input is not None:
@@ -244,13 +314,5 @@ def _saved_gradients(
     return d_head._replace(d_input=d_input)
 
 
-def _row_losses_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
-    return ops._unflattened(row_losses(options, *arrays), batch)
-
-
-def _log_probs_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
-    return ops._unflattened(log_probs(options, *arrays), batch)
-
-
-row_losses = differentiable("linear_ce_saved_row_losses", _row_losses, ops._by_batch(_row_losses_of_batch))
-log_probs = differentiable("linear_ce_saved_log_probs", _log_probs, ops._by_batch(_log_probs_of_batch))
+row_losses = ops.operator_of_rows("linear_ce_saved_row_losses", _row_losses)
+log_probs = ops.operator_of_rows("linear_ce_saved_log_probs", _log_probs)

@@ -7,8 +7,9 @@ chunks. `WorkspaceModel` counts the peak bytes of one chunk of `rows` rows and o
 classes. `choose_chunks` returns the largest chunk that fits the budget.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 MIN_ROWS = 16  # matmuls of fewer rows waste the matrix units; a budget that cannot hold 16 rows raises an error
 
@@ -44,6 +45,34 @@ class BudgetTooSmallError(ValueError):
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
         self.least = least
+
+
+def plan_passes[T](plan: Callable[[], T], *others: Callable[[], object]) -> T:
+    """Plans all passes of a call, and returns the result of the first function.
+
+    Args:
+        plan: plans one pass.
+        others: plan the other passes. Their results are dropped.
+
+    Raises:
+        BudgetTooSmallError: memory_budget is too small for some of the passes. This is the error that names the
+            largest budget, so the whole call runs with that budget.
+    """
+    refusals = list[BudgetTooSmallError]()
+
+    def collected[R](function: Callable[[], R]) -> R | None:
+        try:
+            return function()
+        except BudgetTooSmallError as refusal:
+            refusals.append(refusal)
+            return None
+
+    for other in others:
+        collected(other)
+    found = collected(plan)
+    if refusals:
+        raise max(refusals, key=lambda refusal: refusal.least)
+    return cast(T, found)
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ def token_loss_table() -> list[dict[str, Any]]:
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """Returns the every-day cases, about 380: pairwise tables, sharp logits, token losses, then the edges."""
+    """Returns the every-day cases, over 400: pairwise tables, sharp logits, token losses, then the edges."""
     table = [
         _case(function, dtype, reduction, row)
         for stratum, (function, dtype, reduction) in enumerate(STRATA)

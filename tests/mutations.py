@@ -413,8 +413,8 @@ TOKEN_LOSSES = (
     Mutation("jax_pallas/ops.py", "(gradient * d_loss).astype(like.dtype)", "gradient.astype(like.dtype)", JAX_TOKENS),
     Mutation(
         "jax_pallas/ops.py",
-        "row_weight * _dense(cotangents[0]), 0.0)",
-        "_dense(cotangents[0]), 0.0)",
+        "row_weight * dense(cotangents[0]), 0.0)",
+        "dense(cotangents[0]), 0.0)",
         JAX_TOKENS,
     ),
 )
@@ -642,6 +642,8 @@ HEAD_FLOAT32 = (
 SAVED = tests("core_triton_saved", "not compile and not opcheck")
 SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")
 JAX_SAVED = tests("jax_pallas_saved", "rows_that_do or part_of")
+JAX_BUDGETS = tests("jax_pallas_saved", "smallest_budget")
+JAX_EXPLAINED = tests("jax_pallas_plan", "calls_without_gradients")
 SAVED_ROWS = (
     Mutation("core_triton/chunked.py", "torch.where(lost, torch.nan, 1.0)", "torch.where(lost, 0.0, 1.0)", SAVED),
     Mutation(
@@ -702,6 +704,29 @@ SAVED_ROWS = (
         "exponents.sum(1)",
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
+    Mutation(
+        "jax_pallas/saved_ops.py",
+        "if lowered_as != options.saved_as:",
+        "if False:",
+        tests("jax_pallas_export", "what_is_saved"),
+    ),
+    Mutation(
+        "jax_pallas/ops.py",
+        "saved_budget=batch * options.saved_budget",
+        "saved_budget=options.saved_budget",
+        tests("jax_pallas_saved", "batch_of_losses"),
+    ),
+    Mutation("jax_pallas/saved_ops.py", "plan_passes(*passes, *others)", "plan_passes(*passes)", JAX_BUDGETS),
+    Mutation(
+        "jax_pallas/ops.py",
+        "plan_passes(backward, partial(forward_problem, options, arrays))",
+        "backward()",
+        JAX_BUDGETS,
+    ),
+    Mutation("jax_pallas/ops.py", "        partial(forward_problem, options, arrays),\n", "", JAX_BUDGETS),
+    Mutation("jax_pallas/plan.py", "max(refusals, key=lambda refusal: refusal.least)", "refusals[0]", JAX_BUDGETS),
+    Mutation("jax_pallas/linear_ce.py", "gradients or into, False", "gradients, False", JAX_EXPLAINED),
+    Mutation("jax_pallas/linear_ce.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
 )
 TORCH_ENTROPY = tests("core_triton_token_loss", "custom-entropy and (budget or options)")
 TORCH_BONUS = tests("core_triton_token_loss", "bonus_of_the_entropy_alone")

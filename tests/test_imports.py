@@ -163,11 +163,12 @@ ONE_FRAMEWORK_ONLY = {
         *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
         *("plan_c", "log_prob_gradients", "stage_of_plan_b"),
         "is_eager",  # for PyTorch's eager mode
+        # The rules of operators in JAX, their problems and what else saved_ops.py takes from it.
+        *("rule_of_arrays", "row_losses_rule", "row_losses_fwd", "row_losses_bwd", "log_probs_rule", "log_probs_fwd"),
+        *("log_probs_bwd", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
+        *("implementation_of", "make_problem", "tiles_of", "as_residual", "dense", "operator_of_rows"),
     },
-    "plan.py": {
-        "DeviceInfo",  # in JAX, launch.py defines it
-        "plan_passes",  # in JAX, `_first_plan` plans the two passes of one stage
-    },
+    "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it
     "problem.py": {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry

@@ -204,6 +204,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"needs 'pallas_triton' classes in multiples of 64, got 100 in 100 rows",
     ),
+    ({"with_entropy": True}, ValueError, r"has no gradient of the entropy \(with_entropy, or an entropy_weight\): its"),
+    (
+        {"with_entropy": True, "reduction": "none"},
+        ValueError,
+        r"has no gradient of the entropy \(with_entropy",
+    ),
 ]
 
 
@@ -238,3 +244,11 @@ def test_a_gradient_of_the_entropy_is_refused() -> None:
 
     with pytest.raises(ValueError, match="no gradients of entropy and lse"):
         jax.grad(entropy)(w)
+
+    def with_entropy(w: Array, reduction: Any) -> Array:
+        options: dict[str, Any] = {"implementation": "pallas_triton", "batch_invariant": True, "reduction": reduction}
+        return linear_token_loss(x, w, y, token_losses.reinforce(entropy_weight=0.1), jnp.ones(6), **options).sum()
+
+    for reduction in ("mean", "none"):
+        with pytest.raises(ValueError, match="has no gradient of the entropy"):
+            jax.grad(with_entropy)(w, reduction)

@@ -68,6 +68,28 @@ def test_one_program_for_a_cpu_and_a_gpu(function: str) -> None:
     assert_close(both.call(arrays), gradients_of(function, "chunked")(arrays))  # on the CPU it runs without kernels
 
 
+def test_what_is_saved_belongs_to_the_platform_that_a_call_is_traced_for() -> None:
+    arrays = problem(40, 64, 128, dtype="bfloat16", bias=False)
+    message = "saved_budget must be 0 where a call is traced for 'pallas_triton' and lowered for a cpu device"
+
+    def saving(implementation: str | None = None) -> Any:
+        options: dict[str, Any] = {"reduction": "none", "saved_budget": 2**24, "implementation": implementation}
+        names = ("input", "linear_weight")
+
+        def loss(d: dict[str, Array]) -> Array:
+            return linear_cross_entropy(**arrays | d, **options).sum()
+
+        return jax.jit(lambda arrays: jax.grad(loss)({name: arrays[name] for name in names}))
+
+    with traced_for("NVIDIA A100-SXM4-80GB"):
+        kernels = kernels_in(exported(saving(), arrays, "cuda").mlir_module())
+        with pytest.raises(ValueError, match=message):
+            exported(saving(), arrays, "cpu", "cuda")
+        exported(saving("chunked"), arrays, "cpu", "cuda")
+    assert kernels[TRITON]
+    assert_close(saving()(arrays), saving("chunked")(arrays))  # not the arrays that the exported program saves
+
+
 @pytest.mark.parametrize("kind", GPUS)
 def test_a_gpu_gets_its_kernels(kind: str) -> None:
     arrays = problem(40, 64, 128, dtype="bfloat16")

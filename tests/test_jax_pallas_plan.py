@@ -217,6 +217,22 @@ def test_the_matmuls_of_a_loss_of_the_entropy(
         explain(x, w, with_entropy=0.1)  # pyright: ignore[reportArgumentType]
 
 
+def test_explain_of_calls_without_gradients() -> None:
+    x, w = shape(4, 2048, 896), shape(151936, 896)
+    into: Any = jax.ShapeDtypeStruct(w.shape, jnp.float32)
+    arguments: dict[str, Any] = {"gradients": False, "device": "h200"}
+    assert explain(x, w, **arguments).plan.matmuls == ("logits",)
+    # The sum that the call returns takes the gradient of the head.
+    found = explain(x, w, grad_into=into, **arguments).plan
+    assert found.matmuls == ("logits", "d_weight")
+    assert found == plan(d_input=False, grad_into=True)
+    # A loss of the entropies runs what `linear_log_probs` runs, and not what the loss alone runs.
+    x, w = (jax.ShapeDtypeStruct(one.shape, "float16") for one in (x, w))
+    found = explain(x, w, with_entropy=True, **arguments).plan  # pyright: ignore[reportArgumentType]
+    assert found == plan(stage="statistics", dtype="float16", entropy=True, statistics=1)
+    assert found.fits_float16
+
+
 def shape(*sizes: int) -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 

@@ -1,5 +1,6 @@
 """Tests the rows that jax_pallas saves for the backward pass: gradients, matmuls, memory, errors, transformations."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -242,6 +243,64 @@ def test_vmap(function: str, axis: str) -> None:
             "linear_weight": head if axis == "rows" else heads[i],
         }
         assert_close(jax.tree.map(lambda one, i=i: one[i], got), gradients(function, of_i))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_batch_of_losses_saves_as_many_rows_of_each_element(function: str) -> None:
+    """The batch is one call then."""
+    arrays = problem(1800, 4, 64, bias=False)
+    part = {name: arrays[name][:600] for name in ("input", "target")} | {"linear_weight": arrays["linear_weight"]}
+
+    def value(w: Array, x: Array, y: Array) -> Array:
+        rows = {"input": x, "target": y, "linear_weight": w}
+        return results(function, rows, saved_budget=budget_of(600, part)).sum()
+
+    def summed(w: Array) -> Array:
+        parts = (arrays[name].reshape(3, 600, *arrays[name].shape[1:]) for name in ("input", "target"))
+        return jax.vmap(value, (None, 0, 0))(w, *parts).sum()
+
+    text = jax.jit(jax.grad(summed)).lower(arrays["linear_weight"]).as_text()
+    assert text.count("stablehlo.dot_general") == 2  # and three if the budget held a part of the rows
+
+
+LEAST: list[tuple[str, str, tuple[int, int, int], dict[str, Any]]] = [
+    ("none", "float16", (20, 64, 300), {}),
+    ("none", "float32", (20, 64, 300), {"saved_budget": ALL}),
+    ("log_probs", "bfloat16", (1000, 128, 1024), {"softcap": 3.0, "saved_budget": 2**21}),
+    ("log_probs", "float32", (20, 64, 300), {"saved_budget": ALL}),
+    ("log_probs", "bfloat16", (20, 64, 300), {"implementation": "mosaic"}),
+    ("none", "bfloat16", (20, 64, 300), {"implementation": "mosaic"}),
+    ("none", "bfloat16", (1000, 128, 1024), {"implementation": "pallas_triton", "saved_budget": 2**21}),
+]
+
+
+@pytest.mark.parametrize(("function", "dtype", "sizes", "options"), LEAST)
+def test_the_smallest_budget_is_that_of_all_passes(
+    function: str, dtype: str, sizes: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    n, d, v = sizes
+    x, w = shapes_of(n, d, v, dtype)
+
+    def traced(memory_budget: int) -> None:
+        def loss(x: Array, w: Array) -> Array:
+            rows = {"input": x, "linear_weight": w, "target": jnp.zeros(n, jnp.int32)}
+            if function == "log_probs":
+                found = jax_pallas.linear_log_probs(**rows, memory_budget=memory_budget, **options)
+                return (found.log_prob + found.entropy).sum()
+            return results(function, rows, memory_budget=memory_budget, **options).sum()
+
+        jax.eval_shape(jax.grad(loss, (0, 1)), x, w)
+
+    def explained(memory_budget: int) -> None:
+        jax_pallas.explain(x, w, reduction="none", memory_budget=memory_budget, **options)
+
+    def least(call: Callable[[int], None]) -> int:
+        with pytest.raises(ValueError, match="memory_budget must be at least") as refused:
+            call(1)
+        return int(str(refused.value).split()[5])
+
+    traced(least(traced))
+    assert function == "log_probs" or least(traced) == least(explained)
 
 
 def test_scan() -> None:
