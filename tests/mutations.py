@@ -724,7 +724,7 @@ SAVED_ROWS = (
         JAX_BUDGETS,
     ),
     Mutation("jax_pallas/ops.py", "        partial(forward_problem, options, arrays),\n", "", JAX_BUDGETS),
-    Mutation("jax_pallas/plan.py", "max(refusals, key=lambda refusal: refusal.least)", "refusals[0]", JAX_BUDGETS),
+    Mutation("linear_ce/chunking.py", "max(refusals, key=lambda refusal: refusal.least)", "refusals[0]", JAX_BUDGETS),
     Mutation("jax_pallas/linear_ce.py", "gradients or into, False", "gradients, False", JAX_EXPLAINED),
     Mutation("jax_pallas/linear_ce.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
 )
@@ -883,7 +883,7 @@ FLOAT16 = (
 BUDGET = ("tests/test_core_triton_budget.py",)
 PASSES = (
     # The error names a budget with which all passes of a call run.
-    Mutation("core_triton/plan.py", "raise max(refusals", "raise min(refusals", BUDGET),
+    Mutation("linear_ce/chunking.py", "raise max(refusals", "raise min(refusals", BUDGET),
     Mutation("core_triton/ops.py", "\n        *other_passes,\n", "\n", BUDGET),
     Mutation(
         "core_triton/saved_ops.py",
