@@ -26,7 +26,7 @@ from benchmarks.shapes import Mode
 # XLA chooses the algorithms of its matmuls by timing them, which fails where processes share the GPU. A program with
 # such a matmul is not kept.
 WORKER_FLAGS = "--xla_gpu_autotune_level=0"
-LIBRARY_MATMUL = "__cublas"
+XLA_MATMULS = "__cublas", "gemm_fusion"  # in the text of a program: of a library, and of XLA's own compiler
 
 
 class Compiled(NamedTuple):
@@ -177,7 +177,8 @@ def compile_ahead(program: Program) -> Ahead:
             compiled = compile_call(method, mode, arguments)
     except Exception as error:  # its row will say the same
         return Ahead(f"{title(program)}: not compiled: {describe(error)}", None)
-    if LIBRARY_MATMUL in compiled.program.as_text():
+    text = compiled.program.as_text()
+    if any(matmul in text for matmul in XLA_MATMULS):
         return Ahead(f"{title(program)}: not kept: it has a matmul of XLA, which must be chosen on an idle GPU", None)
     figures = compiled.figures | {"compile_note": "beside other programs"}
     data = pickle.dumps((serialize_executable.serialize(compiled.program), figures))
