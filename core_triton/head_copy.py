@@ -55,7 +55,10 @@ def head_of(problem: Problem, vocab_chunk: slice, flag: At | None = None) -> Ten
     classes, (_, hidden), splits = vocab_chunk.stop - vocab_chunk.start, w.shape, problem.spec.splits_head
     if not plan.casts_head:
         return w if classes == len(w) else w[vocab_chunk]
-    copy = x.new_empty((classes, tile_config.padded_hidden(hidden * (1 + splits), x.itemsize)))
+    columns = hidden * (1 + splits)
+    width = tile_config.padded_hidden(columns, x.itemsize)
+    # The kernel does not reach all columns past those of the head.
+    copy = (x.new_empty if width == columns else x.new_zeros)((classes, width))
     block_v, block_d = 16, 256  # 16 elements a thread
     tiles = cdiv(classes, block_v) * cdiv(hidden, block_d)
     row_blocks = 0 if flag is None else 2 * flag.tensor.shape[1]
@@ -69,7 +72,7 @@ def head_of(problem: Problem, vocab_chunk: slice, flag: At | None = None) -> Ten
         row_blocks,
         classes,
         hidden,
-        copy.shape[1],
+        width,
         SPLITS=splits,
         BLOCK_V=block_v,
         BLOCK_D=block_d,

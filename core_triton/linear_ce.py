@@ -588,7 +588,8 @@ def explain(
             head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
         with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
             of the entropy of `linear_log_probs`. A backward pass of `linear_log_probs` may need that gradient, so its
-            forward pass raises for the same memory_budget as this function with with_entropy.
+            forward pass raises for the same memory_budget as this function with with_entropy. A token loss with
+            reduction "mean" or "sum" needs some bytes more for each token.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 

@@ -681,7 +681,9 @@ def _store_d_input(
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
         e_w = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
         for vocab_chunk in problem.vocab_chunks(config.head_rows):
-            e_chunk, w = operand(rows_of_e[:, vocab_chunk], e.dtype), operand(head_of(problem, vocab_chunk), e.dtype)
+            casts = problem.linear_weight.dtype != e.dtype
+            w = operand(head_of(problem, vocab_chunk), e.dtype) if casts else problem.operand_of(vocab_chunk)
+            e_chunk = operand(rows_of_e[:, vocab_chunk], e.dtype)
             for first in range(0, hidden * (1 + problem.spec.splits_head), hidden):
                 half = w[:, first : first + hidden]  # of a split head, or all of another
                 add_matmul(e_w, e_chunk, half, first=vocab_chunk.start == first == 0)

@@ -317,6 +317,8 @@ def choose_scaled_exp(
         return partial_tiles * tile_rows * D_BLOCK
 
     def whole_waves(rows: int, head_rows: int) -> int:
+        if head_rows == classes:
+            return classes
         row_blocks = -(-rows // ROW_BLOCK)
         waves = programs and head_rows // block_v * row_blocks // programs
         return max(1, waves * programs // row_blocks) * block_v if waves else head_rows

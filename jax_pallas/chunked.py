@@ -13,7 +13,7 @@ All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gr
 merged by the same code. `Tiles` computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels
 in `recompute.py`.
 
-The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-9
+The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-8
 of its value. At the logits of a trained model that is several times the error of everything else.
 """
 

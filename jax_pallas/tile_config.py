@@ -361,8 +361,8 @@ def choose_scaled_exp(
         last = (tokens - 1) % rows + 1
         last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
         of_d_input = scratch(rows, most)
-        if splits_head and of_d_input:  # the sum and a term of it, or cuBLAS's workspace; columns of the exponentials
-            of_d_input += max(of_d_input, library_bytes) + itemsize * rows * head_rows
+        if splits_head and of_d_input:  # the sum and its terms, cuBLAS's workspace, and columns of the exponentials
+            of_d_input += (1 + hopper) * of_d_input + library_bytes + itemsize * rows * head_rows
         return ScaledExpConfig(rows, last_rows, head_rows, most, size + max(sums, of_d_input))
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:

@@ -554,6 +554,13 @@ def run_head_copy() -> None:
                 launch(copy_head_kernel, (3,), *arguments, SPLITS=splits, BLOCK_V=16, BLOCK_D=256, num_warps=8)
                 wrong = (copy != (7.0 if flags == [0, 0] else expected)).sum()
                 say(name=f"copy of {classes} classes, flags {flags}", used={"wrong": 100.0 * int(wrong)})
+    padded = torch.randn(20, 255, generator=generator).bfloat16(), torch.randn(30, 255, generator=generator)
+    options: dict[str, Any]
+    target, losses = torch.arange(20), []
+    for implementation in (Running.implementation, "chunked"):
+        options = {"head_precision": "float32", "implementation": implementation}
+        losses.append(core_triton.linear_cross_entropy(*padded, target, **options))
+    say(name="padding past both parts", used={"loss": 100 * abs(float(losses[0] / losses[1]) - 1) / 1e-5})
     x, head = torch.randn(130, 20, generator=generator).bfloat16(), torch.randn(140, 20, generator=generator)
     logits = x.float() @ head.T
     # Far below the largest logit in the last row block only.
@@ -562,7 +569,7 @@ def run_head_copy() -> None:
         gradients = []
         for implementation in (Running.implementation, "chunked"):
             arrays = x.clone().requires_grad_(), head.clone().requires_grad_()
-            options: dict[str, Any] = {"head_precision": head_precision, "logit_scale": 20.0}
+            options = {"head_precision": head_precision, "logit_scale": 20.0}
             core_triton.linear_cross_entropy(*arrays, target, implementation=implementation, **options).backward()
             gradients.append([array.grad for array in arrays])
         used = {}
