@@ -573,6 +573,7 @@ SMOOTHING = (
 INTO, JAX_INTO = ("tests/test_core_triton_grad_into.py",), ("tests/test_jax_pallas_grad_into.py",)
 SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_jax_pallas_head_precision.py",)
 SPLIT_TILES = tests("jax_pallas_hopper_logits", "test_exponentials and split")
+WAVES = tests("core_triton_head_precision", "whole_waves")
 HEAD_COPY = tests("core_triton_interpreted", "copies_of_a_head")
 SPLIT_CASES = tests("core_triton_interpreted", "edges-bfloat16 and not sm80")
 HEAD_FLOAT32 = (
@@ -604,6 +605,9 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/chunked.py", "+ d_input[:, problem.input.shape[1] :]", "", SPLIT),
     Mutation("core_triton/scaled_exp.py", "chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]", "pass", SPLIT_CASES),
     Mutation("core_triton/scaled_exp.py", "first=vocab_chunk.start == first == 0)", "first=first == 0)", SPLIT_CASES),
+    Mutation("core_triton/head_copy.py", "x.new_empty if width == columns else x.new_zeros", "x.new_empty", HEAD_COPY),
+    Mutation("core_triton/tile_config.py", "head_rows = whole_waves(rows, head_rows)", "pass", WAVES),
+    Mutation("core_triton/tile_config.py", "if head_rows == classes:", "if False:", WAVES),
     Mutation("core_triton/head_copy.py", "low = (w - high.to(tl.float32))", "low = (w - w)", HEAD_COPY),
     Mutation("core_triton/head_copy.py", "end = hidden\n", "pass\n", HEAD_COPY),
     Mutation("core_triton/head_copy.py", "flagged(flag_ptr, row_blocks) != 0", "flag_ptr is None", HEAD_COPY),

@@ -10,6 +10,7 @@ from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
 from core_triton.problem import halves
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 Arrays = dict[str, Any]
 
@@ -123,3 +124,19 @@ def test_the_most_columns_of_a_split_head_are_named() -> None:
     with pytest.raises(ValueError, match=message):
         core_triton.explain(x, w, head_precision="float32", device="a100", memory_budget=2**40)
     assert core_triton.explain(x, w, device="a100", memory_budget=2**40).plan.pointers
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "v", "whole"), [(8192, 4096, 128256, False), (8192, 4096, 151936, False), (1024, 768, 32000, True)]
+)
+def test_vocabulary_chunks_are_whole_waves_of_tiles_or_the_whole_head(n: int, d: int, v: int, whole: bool) -> None:
+    x, w = torch.empty(n, d, dtype=torch.bfloat16, device="meta"), torch.empty(v, d, device="meta")
+    explained = core_triton.explain(x, w, head_precision="float32", device="h100").plan
+    config, tile = explained.scaled_exp_config, explained.tile
+    assert tile is not None
+    assert config.bytes <= DEFAULT_MEMORY_BUDGET
+    assert (config.head_rows == v) == whole
+    if not whole:
+        tiles = config.head_rows // tile.block_v * -(-config.rows // tile.block_n)
+        waves = -(-tiles // explained.programs)
+        assert tiles / explained.programs / waves > 0.95
