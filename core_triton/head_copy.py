@@ -16,8 +16,8 @@ def copy_head_kernel(
     w_ptr, copy_ptr, flag_ptr, row_stride, column_stride, row_blocks, classes, hidden, width, SPLITS: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes w (classes, hidden), rounded, to copy (classes, width), with zeros in columns past it. With SPLITS what
-    rounding leaves of w, rounded, follows it: columns `hidden` to 2 `hidden`. With flags, only if a row block has one.
+    """Writes w (classes, hidden), rounded, to the first columns of copy (classes, width). With SPLITS what rounding
+    leaves of w, rounded, follows it: columns `hidden` to 2 `hidden`. With flags, only if a row block has one.
 
     Programs take turns at blocks. They read each element once.
     """
@@ -57,7 +57,7 @@ def head_of(problem: Problem, vocab_chunk: slice, flag: At | None = None) -> Ten
         return w if classes == len(w) else w[vocab_chunk]
     columns = hidden * (1 + splits)
     width = tile_config.padded_hidden(columns, x.itemsize)
-    # The kernel does not reach all columns past those of the head.
+    # The kernel need not write the columns past those of the head.
     copy = (x.new_empty if width == columns else x.new_zeros)((classes, width))
     block_v, block_d = 16, 256  # 16 elements a thread
     tiles = cdiv(classes, block_v) * cdiv(hidden, block_d)

@@ -4,7 +4,6 @@
 plan determines speed and memory. It changes results only by rounding.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple
@@ -252,6 +251,8 @@ def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
         return "needs the kernels, got implementation 'chunked'"
     if key.stage == "gradients":
         return "has no gradients of entropy and lse: their matmuls are cuBLAS's. Differentiate log_prob only"
+    if key.stage in ("row_gradients", "entropy_loss_and_gradients") and key.entropy:
+        return "has no gradient of the entropy (with_entropy, or an entropy_weight): its matmuls are cuBLAS's"
     if x.dtype != "bfloat16":
         return f"needs a bfloat16 input, got {x.dtype}"
     if plan.path != "scaled_exp":
@@ -276,11 +277,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         # The exponentials in 16 bits have too few bits for the logarithms in the gradient of an entropy.
         plan = None if key.entropy else _plan_a_again(key)
         if plan is None:
-            others = list[Callable[[], ExecutionPlan]]()
+            # `why_variant` has a message for this stage.
+            keys = [key._replace(stage="gradients", batch_invariant=False)]
             if key.stage == "entropy_loss_and_gradients":  # the losses are part of the call
                 no_gradient = {"d_input": False, "d_weight": False, "d_bias": False, "grad_into": False}
-                others.append(partial(make_plan, key._replace(stage="statistics", **no_gradient)))
-            plan = plan_passes(partial(make_plan, key._replace(stage="gradients")), *others)
+                keys.append(keys[0]._replace(stage="statistics", **no_gradient))
+            plan = plan_passes(*(partial(make_plan, one) for one in keys))
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
