@@ -8,6 +8,7 @@ and not of 256. As in `hopper_common.py` one warp loads and two warpgroups multi
 active rows of a chunk is in device memory. The kernels skip the rows after them.
 """
 
+import torch
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -142,7 +143,9 @@ def d_weight_warpgroup(
     phase = 0
     done_tile = tiles  # outside: the first stores are dropped
     zeros = gl.zeros([HALF, BLOCK_V // 4], d_weight_desc.dtype, quarter)
-    done = (zeros, zeros, zeros, zeros)
+    # A thread has registers for a whole tile of 16 bits beside the sums, or for the last half of one in float32.
+    FIRST: gl.constexpr = 2 if d_weight_desc.dtype == gl.float32 else 0
+    done = (zeros, zeros) if FIRST > 0 else (zeros, zeros, zeros, zeros)
     if active > 0:
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
             acc = gl.zeros([HALF, BLOCK_V], gl.float32, layout)
@@ -159,7 +162,13 @@ def d_weight_warpgroup(
                     before = gl.where(before < 0, before + STAGES, before)
                     mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
                     stage, phase = next_stage(stage, phase, STAGES)
-                if part < PARTS - 1:
+                if FIRST > 0:
+                    # The buffers had the first half until now, and must be free again at the end of this tile.
+                    if part > 0 and part <= 2:
+                        store_d_weight(
+                            d_weight_desc, buffers, done[part - 1], done_tile, d_blocks, WHICH, FIRST + part - 1, ADDS
+                        )
+                elif part < PARTS - 1:
                     store_d_weight(
                         d_weight_desc, buffers, done[part], done_tile, d_blocks, WHICH, part, ADDS and part >= LOADED
                     )
@@ -184,10 +193,15 @@ def d_weight_warpgroup(
             if LOADED > 3:
                 fourth += old[3].to(gl.float32)
             dtype: gl.constexpr = d_weight_desc.dtype
-            done = (first.to(dtype), second.to(dtype), third.to(dtype), fourth.to(dtype))
+            if FIRST > 0:
+                store_d_weight(d_weight_desc, buffers, first, tile, d_blocks, WHICH, 0, ADDS)
+                store_d_weight(d_weight_desc, buffers, second, tile, d_blocks, WHICH, 1, ADDS)
+                done = (third, fourth)
+            else:
+                done = (first.to(dtype), second.to(dtype), third.to(dtype), fourth.to(dtype))
             done_tile = tile
-        for i in gl.static_range(4):
-            store_d_weight(d_weight_desc, buffers, done[i], done_tile, d_blocks, WHICH, i, ADDS and i >= LOADED)
+        for i in gl.static_range(FIRST, 4):
+            store_d_weight(d_weight_desc, buffers, done[i - FIRST], done_tile, d_blocks, WHICH, i, ADDS and i >= LOADED)
         tma.store_wait(0)
 
 
@@ -207,6 +221,9 @@ def d_weight_kernel(
     and the totals are rounded once. TMA adds the other quarters in L2, so the chunk's sums are rounded, and then the
     totals. Each element is added to once in a launch, by one program, so results repeat bit for bit. The tensor cores
     wait only for the additions in registers.
+
+    A float32 d_weight, of either dtype of x, is all added to in L2: LOADED is 0. A thread has registers for half of the
+    finished tile. The other half goes to shared memory at once, while the other warpgroup multiplies.
     """
     active = active_rows(count_ptr, start, least, rows)
     ring = make_ring(x_desc, e_desc, STAGES)
@@ -226,22 +243,22 @@ def d_weight_kernel(
 
 
 def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
-    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`."""
-    (n, classes), hidden = e.shape, problem.input.shape[1]
+    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x may have more columns."""
+    (n, classes), hidden, float32 = e.shape, problem.input.shape[1], d_weight.dtype == torch.float32
     step, half, block_v = tile_config.D_WEIGHT_STEP, tile_config.D_BLOCK // 2, tile_config.CLASS_BLOCK
     launch(
         d_weight_kernel,
         (min(cdiv(hidden, tile_config.D_BLOCK) * cdiv(classes, block_v), plan_of(problem).programs),),
-        Blocks(x, (step, half), gluon=True),
+        Blocks(x if x.shape[1] == hidden else x[:, :hidden], (step, half), gluon=True),
         Blocks(e, (step, block_v), gluon=True),
         Blocks(d_weight, (block_v // 4, half), gluon=True),
         *active,
         n,
         hidden,
         classes,
-        STAGES=tile_config.D_WEIGHT_STAGES,
+        STAGES=tile_config.D_WEIGHT_FLOAT32_STAGES if float32 else tile_config.D_WEIGHT_STAGES,
         ADDS=not first,
-        LOADED=0 if first else round(4 * (1 - share_added_in_l2(n, plan_of(problem).gpu))),
+        LOADED=0 if first or float32 else round(4 * (1 - share_added_in_l2(n, plan_of(problem).gpu))),
         **({"HAS_POWER": True} if plan_of(problem).fits_float16 else {}),
         num_warps=4,
     )
@@ -253,6 +270,7 @@ def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: g
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
     BLOCK_V: gl.constexpr = ring.b.shape[2]
+    ITEMSIZE: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
     stage = 0
     phase = 0
     for index in range(num_work_units(schedule)):
@@ -263,7 +281,7 @@ def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: g
                 k = step * BLOCK_V
                 mbarrier.wait(ring.empty.index(stage), phase ^ 1)
                 bar = ring.full.index(stage)
-                mbarrier.expect(bar, (128 + BLOCK_N) * BLOCK_V * 2)
+                mbarrier.expect(bar, (128 * ITEMSIZE + BLOCK_N * 2) * BLOCK_V)
                 if W_BY_CLASS:
                     tma.async_copy_global_to_shared(w_desc, [k, d], bar, ring.a.index(2 * stage))
                     tma.async_copy_global_to_shared(w_desc, [k, d + 64], bar, ring.a.index(2 * stage + 1))
@@ -275,11 +293,38 @@ def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: g
 
 
 @gluon.jit
+def multiply_split(acc, w, e, W_BY_CLASS: gl.constexpr):
+    """Adds the matmul of a step of a float32 head to acc, and waits for it: w is the sum of two matrices of e's dtype.
+    MATH.md (39), as `head_copy.copy_head_kernel` splits it.
+
+    Both come from registers. The classes are split a piece at a time, while the matrix units multiply the pieces
+    before. No matmul stays in flight at the end, because ptxas makes each matmul wait for the one before where the
+    registers of an operand are in use in two iterations.
+    """
+    PIECE: gl.constexpr = 16  # classes of a matrix instruction
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    operands = ()
+    for i in gl.static_range(e.shape[1] // PIECE):
+        if W_BY_CLASS:
+            exact = w.slice(i * PIECE, PIECE, 0).permute((1, 0)).load(layout)
+        else:
+            exact = w.slice(i * PIECE, PIECE, 1).load(layout)
+        high = exact.to(e.dtype)
+        low = (exact - high.to(gl.float32)).to(e.dtype)
+        of_e = e.slice(i * PIECE, PIECE, 1).permute((1, 0))
+        acc = warpgroup_mma(high, of_e, acc, is_async=True)
+        acc = warpgroup_mma(low, of_e, acc, is_async=True)
+        operands = operands + (high, low)
+    return warpgroup_mma_wait(0, deps=(acc,) + operands)[0]
+
+
+@gluon.jit
 def d_input_warpgroup(
     ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS: gl.constexpr, WHICH: gl.constexpr
 ):
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
+    SPLITS: gl.constexpr = ring.a.dtype == gl.float32
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     d_within = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -295,15 +340,20 @@ def d_input_warpgroup(
             for step in range(unit.first, unit.last):
                 mbarrier.wait(ring.full.index(stage), phase)
                 w = ring.a.index(2 * stage + WHICH)
-                if W_BY_CLASS:
-                    w = w.permute((1, 0))
-                acc = warpgroup_mma(w, ring.b.index(stage).permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                before = gl.where(stage == 0, STAGES - 1, stage - 1)
-                mbarrier.arrive(ring.empty.index(before), count=1, pred=step > unit.first)
+                if SPLITS:
+                    acc = multiply_split(acc, w, ring.b.index(stage), W_BY_CLASS)
+                    mbarrier.arrive(ring.empty.index(stage), count=1)
+                else:
+                    if W_BY_CLASS:
+                        w = w.permute((1, 0))
+                    acc = warpgroup_mma(w, ring.b.index(stage).permute((1, 0)), acc, is_async=True)
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    before = gl.where(stage == 0, STAGES - 1, stage - 1)
+                    mbarrier.arrive(ring.empty.index(before), count=1, pred=step > unit.first)
                 stage, phase = next_stage(stage, phase, STAGES)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            if not SPLITS:
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
             if unit.slot >= 0:
                 gl.store(io.part_ptr + unit.slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
             else:
@@ -332,7 +382,8 @@ def d_input_kernel(
     (`input_grad.work_unit_of`).
 
     Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
-    which row of d_input (N, D) a row is. Rows past count - start are not written.
+    which row of d_input (N, D) a row is. Rows past count - start are not written. A float32 w is the sum of two
+    matrices of e's dtype (`multiply_split`).
     """
     active = active_rows(count_ptr, start, 0, rows)
     ring = make_ring(w_desc, e_desc, STAGES)
@@ -357,5 +408,6 @@ def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor) -> DInp
     step, w = tile_config.D_INPUT_STEP, problem.linear_weight[: e.shape[1]]
     head, block, by_class = head_with_contiguous_rows(w, (step, tile_config.D_BLOCK // 2))
     matrices = Blocks(head, block, gluon=True), Blocks(e, (config.d_input_rows, step), gluon=True)
-    constexprs = {"STAGES": tile_config.D_INPUT_STAGES, "W_BY_CLASS": by_class, "num_warps": 4}
+    stages = tile_config.D_INPUT_SPLIT_STAGES if problem.spec.splits_head else tile_config.D_INPUT_STAGES
+    constexprs = {"STAGES": stages, "W_BY_CLASS": by_class, "num_warps": 4}
     return DInputLaunch(d_input_kernel, matrices, constexprs)

@@ -25,7 +25,7 @@ from linear_ce.gpus import known_gpu
 
 DIRECT_VERSIONS = ("3.6.",)
 
-GLUON_DTYPES = {torch.bfloat16: gluon.bfloat16, torch.float16: gluon.float16}
+GLUON_DTYPES = {torch.bfloat16: gluon.bfloat16, torch.float16: gluon.float16, torch.float32: gluon.float32}
 
 _knobs: Any = knobs.runtime
 

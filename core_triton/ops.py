@@ -741,6 +741,7 @@ def plan_for(
         implementation=implementation,
         device=device,
         grad_into=problem.grad_into is not None,
+        into_aligned=problem.grad_into is None or layout_of(problem.grad_into).aligned,
         splits_head=problem.spec.splits_head,
         batch_invariant=batch_invariant,
     )

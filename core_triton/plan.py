@@ -95,6 +95,7 @@ class PlanKey(NamedTuple):
     implementation: str
     device: DeviceInfo
     grad_into: bool = False  # d_weight is added to a float32 tensor of the caller
+    into_aligned: bool = True  # its address is a multiple of 16 bytes
     splits_head: bool = False  # into two matrices of the input's dtype
     batch_invariant: bool = False
 
@@ -118,7 +119,8 @@ class ExecutionPlan:
         chunks: the rows of a chunk, and what depends on them.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
             kernels can read. A copy of a split head has both parts in a row.
-        d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it.
+        d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it. On Hopper
+            the kernel reads a split head in place, and only the logits need copies of it.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
         holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
@@ -369,9 +371,15 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         ampere = pointers and key.device.type == "cuda"
         ampere_tile = tile_config.choose_ampere_tile(tile, capability) if ampere else None
         tiling = None
-        if (hopper or ampere) and not casts_head:
+        # Our kernel reads a float32 head itself and splits it.
+        splits = hopper and key.splits_head and w.tma_compatible()
+        if splits or ((hopper or ampere) and not casts_head):
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
-        d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden and not key.grad_into
+        float32_d_weight = key.grad_into or key.splits_head
+        if float32_d_weight:
+            d_weight_kernel = hopper and hidden % 4 == 0 and key.into_aligned
+        else:
+            d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
         fits_float16 = x.dtype == "float16" and key.stage != "losses"
         copied = key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes)
@@ -387,13 +395,15 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 d_input=key.d_input,
                 d_weight=key.d_weight and key.stage != "saved_rows",
                 d_weight_kernel=d_weight_kernel,
+                d_weight_itemsize=4 if d_weight_kernel and float32_d_weight else 2,
+                parts=1 + key.splits_head,
                 adds_in_l2=d_weight_kernel and hopper,
                 block_v=tile.block_v,
                 # Two programs of a multiprocessor share its matrix units, so for 8.x their tiles count one by one.
                 class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
                 row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
                 programs=key.device.multiprocessors,
-                cast_bytes=casts_head * COPIES * key.classes * (w.itemsize * hidden + x.itemsize * width),
+                cast_bytes=casts_head * (COPIES - splits) * key.classes * (w.itemsize * hidden + x.itemsize * width),
                 gpu=key.device.gpu,
                 coefficients=COEFFICIENTS[key.device.gpu, "torch"],
             )

@@ -631,7 +631,7 @@ def _add_d_weight(
     """Adds e^T @ x to d_weight: (33) without the targets' terms. x (n, >= D) is already multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
         module = hopper_gradients if plan_of(problem).hopper else ampere_gradients
-        module.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
+        module.add_d_weight(problem, e, x, active, d_weight.sum, first=first and not d_weight.adds)
         return
     hidden = problem.input.shape[1]
     rows_of_x, of_e, classes = operand(x[:, :hidden], x.dtype), operand(e, e.dtype).T, e.shape[1]

@@ -155,7 +155,11 @@ LOGITS_STEP, LOGITS_STAGES = 64, 4
 
 D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 8
 
+D_WEIGHT_FLOAT32_STAGES = 6  # the buffers of a float32 d_weight take 64 KiB
+
 D_INPUT_STEP, D_INPUT_STAGES = 64, 4
+
+D_INPUT_SPLIT_STAGES = 3  # steps of a float32 head
 
 CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix instruction takes
 
@@ -289,7 +293,7 @@ def choose_scaled_exp(
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
-    head_rows, cast_bytes = classes, SPLIT_CAST_BYTES if splits_head else CAST_BYTES
+    head_rows, cast_bytes, parts = classes, SPLIT_CAST_BYTES if splits_head else CAST_BYTES, 1 + splits_head
     if needs_cast:
         limit = min(cast_bytes, budget // 4) // (itemsize * hidden)
         head_rows = min(classes, limit // block_v * block_v or (block_v if batch_invariant else MIN_VOCAB_CHUNK))
@@ -306,12 +310,12 @@ def choose_scaled_exp(
     @cache
     def schedule_of(rows: int, tile_rows: int, splits_tiles: bool) -> SplitKSchedule:
         assert tiling is not None
-        d_tiles = -(-rows // tile_rows) * -(-hidden // D_BLOCK)
+        d_tiles = -(-rows // tile_rows) * -(-(hidden // parts) // D_BLOCK)
         return choose_schedule(d_tiles, -(-classes // tiling.step), tiling.programs, splits_tiles=splits_tiles)
 
     def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
         if tiling is None:
-            return hidden // (1 + splits_head) * (rows if needs_cast else min(rows, D_INPUT_ROWS))
+            return hidden // parts * (rows if needs_cast else min(rows, D_INPUT_ROWS))
         sizes = {rows, tokens % rows or rows}
         partial_tiles = max(schedule_of(size, tile_rows, splits_tiles).partial_tiles for size in sizes)
         return partial_tiles * tile_rows * D_BLOCK
@@ -344,7 +348,7 @@ def choose_scaled_exp(
         share = 1 - schedule.split_iters / schedule.iters_per_tile
         partial_bytes = 4 * schedule.partial_tiles * found.d_input_rows * D_BLOCK
         # Programs of the same multiprocessor share its matrix units.
-        longest = schedule.longest * tiling.step * tiling.per_multiprocessor
+        longest = schedule.longest * tiling.step * tiling.per_multiprocessor * parts
         return chunk_cost.DInput(found.d_input_rows, longest, share, partial_bytes)
 
     def ms(found: ScaledExpConfig) -> float:

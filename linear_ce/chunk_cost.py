@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
     Args:
         tokens: N.
-        hidden: D.
+        hidden: D, of all parts of the head side by side.
         classes: K.
         d_input: d_input is computed.
         d_weight: d_weight is computed.
@@ -56,6 +56,8 @@ class Call(NamedTuple):
         cast_bytes: bytes that a chunk reads and writes to copy the head to another dtype.
         gpu: name in `GPUS`.
         coefficients: of the framework's kernels on the GPU.
+        d_weight_itemsize: 4 if our kernel adds to a float32 d_weight.
+        parts: matrices that the head is the sum of. d_weight has the columns of one.
     """
 
     tokens: int
@@ -72,6 +74,25 @@ class Call(NamedTuple):
     cast_bytes: int
     gpu: str
     coefficients: CostCoefficients
+    d_weight_itemsize: int = 2
+    parts: int = 1
+
+    @property
+    def d_weight_hidden(self) -> int:
+        return self.hidden // self.parts
+
+    @property
+    def d_weight_bytes(self) -> int:
+        return self.d_weight_itemsize * self.classes * self.d_weight_hidden
+
+    def share_in_l2(self, rows: int, *, most: bool = False) -> float:
+        """Returns the share of a tile of d_weight that is added in L2, all of one in float32; with `most`, the largest
+        share of chunks of at most `rows` rows."""
+        if not self.adds_in_l2:
+            return 0.0
+        if self.d_weight_itemsize == 4:
+            return 1.0
+        return (most_added_in_l2 if most else share_added_in_l2)(rows, self.gpu)
 
     @property
     def head_bytes(self) -> int:
@@ -133,17 +154,17 @@ def logits_ns(call: Call, rows: int) -> float:
 
 def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
     """Returns how long the d_weight of a chunk takes, written or added to what is there."""
-    c, d_blocks = call.coefficients, cdiv(call.hidden, D_BLOCK)
+    c, d_blocks = call.coefficients, cdiv(call.d_weight_hidden, D_BLOCK)
     tiles = cdiv(call.classes, call.class_block) * d_blocks
     waves = cdiv(tiles, call.programs) if call.d_weight_kernel else tiles / call.programs
     # The tiles of a wave need all columns of x, which should stay in L2 for the next wave, and some classes of E.
-    x_bytes = 2 * rows * call.hidden
+    x_bytes = 2 * rows * call.d_weight_hidden
     e_bytes = 2 * rows * call.class_block * cdiv(call.programs, d_blocks)
     share = max(0.0, 1 - GPUS[call.gpu].l2_bytes / (x_bytes + e_bytes))
-    missed, moved = waves * x_bytes * share, (1 + adds) * call.head_bytes
+    missed, moved = waves * x_bytes * share, (1 + adds) * call.d_weight_bytes
     size = moved + missed + 2 * rows * call.classes
     # L2 reads what it adds to from device memory too, so `size` includes it. But no program waits for it.
-    in_l2 = share_added_in_l2(rows, call.gpu) * call.head_bytes if adds and call.adds_in_l2 else 0.0
+    in_l2 = call.share_in_l2(rows) * call.d_weight_bytes if adds else 0.0
     inner = cdiv(rows, call.row_step) * call.row_step
     matmul = waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
     matmul += c.exposed * call.memory_ns(moved - in_l2) + c.missed * call.memory_ns(missed)
@@ -189,16 +210,15 @@ def least_ms(call: Call, chunks: int) -> float:
     if call.d_input:
         total += call.tokens * d_blocks * tiles * c.multiply
     if call.d_weight:
-        total += d_blocks * tiles * (c.multiply * call.tokens + chunks * c.d_weight_tile)
-        total += c.exposed * call.memory_ns(_least_moves(call, chunks) * call.head_bytes)
+        total += d_blocks / call.parts * tiles * (c.multiply * call.tokens + chunks * c.d_weight_tile)
+        total += c.exposed * call.memory_ns(_least_moves(call, chunks) * call.d_weight_bytes)
     return (total + call.memory_ns(moved)) / 1e6
 
 
 def _least_moves(call: Call, chunks: int) -> float:
     """Returns how many times d_weight is stored or loaded, at least, by a call of so many chunks or more."""
     rows = (call.tokens - 1) // max(chunks - 1, 1)  # a chunk has no more, or there would be fewer chunks
-    share = most_added_in_l2(rows, call.gpu) if call.adds_in_l2 else 0.0
-    return chunks + (1 - share) * (chunks - 1)
+    return chunks + (1 - call.share_in_l2(rows, most=True)) * (chunks - 1)
 
 
 DENSELY = 16  # numbers of chunks that are all tried while none fits

@@ -174,8 +174,17 @@ def test_the_plan_needs_no_float32_sum() -> None:
     options: Arrays = {"implementation": "chunked", "memory_budget": 400_000}
     assert core_triton.explain(*arrays, **options).plan.chunk_config.float32_sum
     assert not core_triton.explain(*arrays, **options, grad_into=torch.zeros(500, 8)).plan.chunk_config.float32_sum
-    plans = [core_triton.explain(*arrays, device="h200", grad_into=into).plan for into in (None, torch.zeros(500, 8))]
-    assert [plan.d_weight_kernel for plan in plans] == [True, False]  # the kernel adds to 16 bits
+
+
+def test_the_kernel_of_hopper_adds_to_a_float32_buffer_that_is_aligned() -> None:
+    arrays = problem(1000, 8, 500, dtype=torch.bfloat16)["input"], torch.zeros(500, 8).bfloat16()
+    shifted = torch.zeros(4001)[1:].view(500, 8)  # not at a multiple of 16 bytes
+    buffers = (None, torch.zeros(500, 8), shifted)
+    ours = {
+        device: [core_triton.explain(*arrays, device=device, grad_into=into).plan.d_weight_kernel for into in buffers]
+        for device in ("h200", "a100")
+    }
+    assert ours == {"h200": [True, True, False], "a100": [True, False, False]}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

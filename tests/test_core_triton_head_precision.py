@@ -74,7 +74,7 @@ def test_input_is_the_default(function: str) -> None:
 def test_explain_names_five_matmuls() -> None:
     arrays = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta"), torch.empty(128256, 4096, device="meta")
     explained = str(core_triton.explain(*arrays, head_precision="float32", device="h200"))
-    assert "matmuls: logits high, logits low by our kernels; d_input high, d_input low, d_weight by cuBLAS" in explained
+    assert "matmuls: logits high, logits low, d_input high, d_input low, d_weight by our kernels\n" in explained
     assert "path: scaled_exp" in explained
     of_rows = core_triton.explain(*arrays, reduction="none", head_precision="float32", device="h200").plan.matmuls
     assert len(of_rows) == 7
@@ -82,6 +82,28 @@ def test_explain_names_five_matmuls() -> None:
     plan = core_triton.explain(*arrays, head_precision="float32", device="h200").plan
     assert plan.chunks.bytes <= 2**29
     assert len(core_triton.explain(*arrays, device="h200").plan.matmuls) == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "d", "transposed", "ours"),
+    [
+        ("h100", 900, False, ["d_input high", "d_input low", "d_weight"]),
+        ("h100", 900, True, ["d_weight"]),  # rows of 50,257 float32 do not start at multiples of 16 bytes
+        ("h100", 904, True, ["d_weight"]),
+        ("h100", 902, False, []),
+        ("a100", 904, False, []),
+    ],
+)
+def test_explain_names_the_matmuls_that_our_kernels_cannot_compute(
+    device: str, d: int, transposed: bool, ours: list[str]
+) -> None:
+    x, v = torch.empty(2048, d, dtype=torch.bfloat16, device="meta"), 50257
+    w = torch.empty(d, v, device="meta").T if transposed else torch.empty(v, d, device="meta")
+    explained = str(core_triton.explain(x, w, head_precision="float32", device=device))
+    library = [name for name in ("d_input high", "d_input low", "d_weight") if name not in ours]
+    parts = [", ".join(["logits high", "logits low", *ours]) + " by our kernels"]
+    parts += [", ".join(library) + " by cuBLAS"] * bool(library)
+    assert f"matmuls: {'; '.join(parts)}\n" in explained
 
 
 def test_modules_autocast_and_compiled_functions_take_it() -> None:
