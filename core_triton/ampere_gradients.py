@@ -176,4 +176,4 @@ def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor) -> DInp
         "num_warps": tile.num_warps,
         **({"arch": plan.arch} if plan.arch else {}),
     }
-    return DInputLaunch(d_input_kernel, (head, head.stride(0), e, e.stride(0)), constexprs)
+    return DInputLaunch(d_input_kernel, (head, head.stride(0), e, e.stride(0)), (), constexprs)

@@ -265,8 +265,22 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
 
 
 @gluon.jit
-def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: gl.constexpr):
-    """The loading warp."""
+def load_e(e_desc, others, row, k, bar, stage):
+    """Loads a step of the exponentials, whose classes begin at `k`."""
+    if len(others) == 0:
+        tma.async_copy_global_to_shared(e_desc, [row, k], bar, stage)
+    else:
+        others_desc, piece, piece_rows = others
+        if k < piece:
+            tma.async_copy_global_to_shared(e_desc, [row, k], bar, stage)
+        else:
+            first = (k // piece - 1) * piece_rows
+            tma.async_copy_global_to_shared(others_desc, [first + row, k % piece], bar, stage)
+
+
+@gluon.jit
+def load_d_input(w_desc, e_desc, others, ring, active, d_blocks, schedule, W_BY_CLASS: gl.constexpr):
+    """The loading warp. With `others`, e has the classes of the first piece."""
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
     BLOCK_V: gl.constexpr = ring.b.shape[2]
@@ -288,7 +302,7 @@ def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: g
                 else:
                     tma.async_copy_global_to_shared(w_desc, [d, k], bar, ring.a.index(2 * stage))
                     tma.async_copy_global_to_shared(w_desc, [d + 64, k], bar, ring.a.index(2 * stage + 1))
-                tma.async_copy_global_to_shared(e_desc, [row, k], bar, ring.b.index(stage))
+                load_e(e_desc, others, row, k, bar, ring.b.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -375,14 +389,15 @@ def d_input_kernel(
     w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
     d_input_ptr, count_ptr, start, rows, hidden, classes,
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
-    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
+    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr, others_desc=None, piece=None, piece_rows=None,
 ):  # fmt: skip
     """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a work unit is a
     whole tile of BLOCK_N rows x 128 columns. Other units write a partial tile, float32, to their slot of part
     (`input_grad.work_unit_of`).
 
     Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
-    which row of d_input (N, D) a row is. Rows past count - start are not written. A float32 w is the sum of two
+    which row of d_input (N, D) a row is. With others_desc (pieces * piece_rows, piece), e has the first `piece` classes,
+    and rows from p * piece_rows on have those of piece p + 1. Rows past count - start are not written. A float32 w is the sum of two
     matrices of e's dtype (`multiply_split`).
     """
     active = active_rows(count_ptr, start, 0, rows)
@@ -392,22 +407,46 @@ def d_input_kernel(
     io = DInputIO(
         part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
     )
+    others = ()
+    if others_desc is not None:
+        others = (others_desc, piece, piece_rows)
     gl.warp_specialize(
         [
             (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS, 0)),
             (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS, 1)),
-            (load_d_input, (w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS)),
+            (load_d_input, (w_desc, e_desc, others, ring, active, d_blocks, schedule, W_BY_CLASS)),
         ],
         [4, 1],
         [MULTIPLY_REGISTERS, LOAD_REGISTERS],
     )
 
 
-def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor) -> DInputLaunch:
-    """Returns what `input_grad.store_d_input` launches."""
-    step, w = tile_config.D_INPUT_STEP, problem.linear_weight[: e.shape[1]]
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields, "piece", "piece_rows"])
+def d_input_of_pieces_kernel(
+    w_desc, e_desc, others_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride,
+    weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, piece, piece_rows,
+    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
+):  # fmt: skip
+    """`d_input_kernel` where the exponentials are in pieces of the classes."""
+    d_input_kernel(
+        w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
+        d_input_ptr, count_ptr, start, rows, hidden, classes,
+        full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
+        STAGES, W_BY_CLASS, others_desc, piece, piece_rows,
+    )  # fmt: skip
+
+
+def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, others: Tensor | None) -> DInputLaunch:
+    """Returns what `input_grad.store_d_input` launches. `others` are of `StoredExponentials`."""
+    step, w = tile_config.D_INPUT_STEP, problem.linear_weight[: problem.classes]
     head, block, by_class = head_with_contiguous_rows(w, (step, tile_config.D_BLOCK // 2))
-    matrices = Blocks(head, block, gluon=True), Blocks(e, (config.d_input_rows, step), gluon=True)
+    of_e = config.d_input_rows, step
+    matrices = Blocks(head, block, gluon=True), Blocks(e, of_e, gluon=True)
     stages = tile_config.D_INPUT_SPLIT_STAGES if problem.spec.splits_head else tile_config.D_INPUT_STAGES
     constexprs = {"STAGES": stages, "W_BY_CLASS": by_class, "num_warps": 4}
-    return DInputLaunch(d_input_kernel, matrices, constexprs)
+    if others is None:
+        return DInputLaunch(d_input_kernel, matrices, (), constexprs)
+    _, piece_rows, piece = others.shape
+    matrices = *matrices, Blocks(others.view(-1, piece), of_e, gluon=True)
+    return DInputLaunch(d_input_of_pieces_kernel, matrices, (piece, piece_rows), constexprs)

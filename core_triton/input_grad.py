@@ -187,11 +187,13 @@ class DInputLaunch(NamedTuple):
     Args:
         kernel: `hopper_gradients.d_input_kernel` or `ampere_gradients.d_input_kernel`.
         matrices: its arguments for the head and the exponentials.
+        sizes: its arguments after those that all kernels have.
         constexprs: its constexprs, then num_warps and other options of the compiler.
     """
 
     kernel: Any
     matrices: tuple[Any, ...]
+    sizes: tuple[int, ...]
     constexprs: dict[str, Any]
 
 
@@ -199,7 +201,7 @@ def store_d_input(
     made: DInputLaunch,
     problem: Problem,
     config: ScaledExpConfig,
-    e: Tensor,
+    n: int,
     active: Active,
     *,
     partial_sums: Tensor,
@@ -209,15 +211,16 @@ def store_d_input(
     order: At,
     d_input: Tensor,
 ) -> None:
-    """Launches a kernel of d_input, and `d_input_sum_kernel` where tiles are split, for the packed rows of a chunk."""
-    w, (n, classes), hidden, tiling = problem.linear_weight, e.shape, d_input.shape[1], plan_of(problem).d_input_tiling
+    """Launches a kernel of d_input, and `d_input_sum_kernel` where tiles are split, for the n packed rows of a chunk."""
+    w, hidden, tiling = problem.linear_weight, d_input.shape[1], plan_of(problem).d_input_tiling
+    classes = problem.classes
     assert tiling is not None
     tile_rows, programs = config.d_input_rows, tiling.programs
     tiles, steps = cdiv(n, tile_rows) * cdiv(hidden, tile_config.D_BLOCK), cdiv(classes, tiling.step)
     schedule = tile_config.choose_schedule(tiles, steps, programs, splits_tiles=config.splits_tiles)
     pointers = partial_sums, rho, theta, target, order, w, *w.stride(), d_input, active.count
     sizes = active.start, n, hidden, classes
-    launch(made.kernel, (programs,), *made.matrices, *pointers, *sizes, *schedule, **made.constexprs)
+    launch(made.kernel, (programs,), *made.matrices, *pointers, *sizes, *schedule, *made.sizes, **made.constexprs)
     if schedule.partial_tiles:
         launch(
             d_input_sum_kernel,

@@ -386,6 +386,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         if fits_float16:  # rows' numbers; a sample of the head, which is copied unless its rows can be read in place
             copies = casts_head + (w.strides[1] != 1 or padded_hidden != hidden)
             copied += 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
+        # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes.
+        room = 0
+        in_kernels = d_weight_kernel and (tiling is not None or not key.d_input)
+        if in_kernels and hopper and key.d_weight and x.dtype == "bfloat16":
+            if key.stage == "loss_and_gradients" and not (key.grad_into or key.batch_invariant):
+                room = hidden * w.itemsize // x.itemsize
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
@@ -426,6 +432,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             programs=key.device.multiprocessors * (key.splits_head and hopper),
             copied=copied,
             batch_invariant=key.batch_invariant,
+            room=room,
             call=call,
             budget=key.memory_budget,
         )

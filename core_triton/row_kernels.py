@@ -349,12 +349,16 @@ def finish_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    other_e_ptr=None,
+    piece=None,
+    piece_stride=None,
 ):
     """Writes the results of packed rows: (6), (10), (27), (29).
 
     Writes loss, lse, target_logit and, if not None, the largest logit top (N,) at the rows row (rows,) int64 of the
     call. They are 0 for rows of row_weight 0. With GRADIENTS also writes rho and theta, (rows,) float32, both times the
-    scale: (31). It sets the target's column of e (rows, V) to 0, because theta is its term. With SCALES multiplies x
+    scale: (31). It sets the target's column of e to 0, because theta is its term. e is (rows, V), or the first `piece` classes; others
+    (pieces, piece_stride) has the rows of each later piece. With SCALES multiplies x
     (rows, D) by rho, rounded once, with zeros where rho is 0. One program owns BLOCK_N rows.
     """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -395,6 +399,9 @@ def finish_rows_kernel(
         tl.store(rho_ptr + row_ids, rho, mask=inside)
         tl.store(theta_ptr + row_ids, tl.where(contributes, scale * theta, 0.0), mask=inside)
         place = e_ptr + row_ids.to(tl.int64) * e_stride + target
+        if other_e_ptr is not None:
+            later = other_e_ptr + (target // piece - 1) * piece_stride + row_ids.to(tl.int64) * piece + target % piece
+            place = tl.where(target < piece, place, later)
         tl.store(place, tl.zeros_like(lse).to(e_ptr.dtype.element_ty), mask=is_class)
         if SCALES:
             x_row = x_ptr + row_ids.to(tl.int64)[:, None] * x_stride
@@ -409,6 +416,23 @@ def finish_rows_kernel(
 # With specialization a number of rows that is a multiple of 16 would decide how threads divide a block of sums, and so
 # the order in which they are added. Calls whose sums must not depend on the number of rows launch this one.
 finish_rows_kernel_by_row = triton.jit(do_not_specialize=["rows"])(finish_rows_kernel.fn)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def finish_rows_of_pieces_kernel(
+    sum_ptr, max_ptr, ref_exponent_ptr, target_logit_ptr, target_ptr, row_weight_ptr, row_ptr, class_weight_ptr,
+    e_ptr, x_ptr, rho_ptr, theta_ptr, loss_out_ptr, lse_out_ptr, target_logit_out_ptr, top_out_ptr, rows,
+    class_blocks, classes, hidden, e_stride, x_stride, z_loss_weight, scale, softcap, other_e_ptr, piece,
+    piece_stride, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GRADIENTS: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`finish_rows_kernel` where the exponentials are in pieces of the classes."""
+    finish_rows_kernel(
+        sum_ptr, max_ptr, ref_exponent_ptr, target_logit_ptr, target_ptr, row_weight_ptr, row_ptr, class_weight_ptr,
+        e_ptr, x_ptr, rho_ptr, theta_ptr, loss_out_ptr, lse_out_ptr, target_logit_out_ptr, top_out_ptr, rows,
+        class_blocks, classes, hidden, e_stride, x_stride, z_loss_weight, scale, softcap, HAS_CLASS_WEIGHT,
+        HAS_SOFTCAP, GRADIENTS, SCALES, BLOCK_N, BLOCK_T, BLOCK_D, other_e_ptr, piece, piece_stride,
+    )  # fmt: skip
 
 
 FINISHED_ROWS = 8  # of a program: enough programs to fill a GPU
@@ -429,6 +453,7 @@ def finish_rows(
     row_weight: At,
     order: At,
     e: Tensor | None,
+    other_e: Tensor | None,
     x: Tensor | None,
     rho: At,
     theta: At,
@@ -438,10 +463,14 @@ def finish_rows(
     top_out: Tensor | None,
     by_row: bool,
 ) -> None:
-    """Launches `finish_rows_kernel` for n packed rows. `by_row`: no result of a row depends on the other rows."""
-    spec = problem.spec
+    """Launches `finish_rows_kernel` for n packed rows. `by_row`: no result of a row depends on the other rows.
+    `e` and `other_e` are those of `scaled_exp.StoredExponentials`."""
+    spec, pieces = problem.spec, ()
+    kernel = finish_rows_kernel_by_row if by_row else finish_rows_kernel
+    if other_e is not None:
+        kernel, pieces = finish_rows_of_pieces_kernel, (other_e, other_e.shape[2], other_e.stride(0))
     launch(
-        finish_rows_kernel_by_row if by_row else finish_rows_kernel,
+        kernel,
         (cdiv(n, FINISHED_ROWS),),
         sums,
         tops,
@@ -468,6 +497,7 @@ def finish_rows(
         spec.z_loss_weight,
         spec.logit_scale,
         spec.softcap or 1.0,
+        *pieces,
         HAS_CLASS_WEIGHT=problem.class_weight is not None,
         HAS_SOFTCAP=spec.softcap is not None,
         GRADIENTS=e is not None,

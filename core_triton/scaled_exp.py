@@ -106,16 +106,18 @@ class PackedRows(NamedTuple):
     float16: Float16Rows | None  # if `plan.fits_float16`
 
 
-def pack_rows(problem: Problem, rows: int, *, statistics: int, scales: Tensor | None = None) -> PackedRows:
-    """Packs the rows of a call with chunks of `rows` rows. The results of the rows are not yet computed."""
+def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None = None) -> PackedRows:
+    """Packs the rows of a call. The results of the rows are not yet computed."""
     plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
     assert plan.tile is not None
+    config, rows = plan.scaled_exp_config, plan.scaled_exp_config.rows
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
-    chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
+    chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(config.most_rows, plan.tile.block_n), None
     zeros = count.new_empty(chunks * (row_blocks + 2 + plan.fits_float16))
     flags = zeros[2 * chunks :][: chunks * row_blocks]
     half = plan.tile.block_n // 2
-    if plan.hopper and not plan.casts_head and (rows >= half or chunks <= 1):
+    hits = config.first_rows < len(target)  # not of a first chunk in pieces
+    if plan.hopper and not plan.casts_head and hits and (rows >= half or chunks <= 1):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
         class_blocks = cdiv(problem.classes, plan.tile.block_v)
         hit = count.new_empty(cdiv(chunks * _half_tiles(problem, rows) + class_blocks, 4))
@@ -260,7 +262,7 @@ def saved_gradients(
             if d_weight is not None:
                 saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=rho)
                 active = Active(saved.count, chunk.start, int(starts))
-                _add_d_weight(problem, e, chunk_x, scaled, active, d_weight, first=starts)
+                _add_d_weight(problem, e, chunk_x, scaled, active, d_weight, slice(0, classes), first=starts)
             if d_bias is not None:
                 row_kernels.add_class_sums(d_bias, e, rho, first=starts)
         total = None if d_weight is None else d_weight.sum
@@ -301,7 +303,7 @@ def _run(
         d_bias.zero_()
     if plan.fits_float16 and any(needs_grad):
         statistics |= SHIFTS
-    rows = pack_rows(problem, config.rows, statistics=statistics, scales=scales)
+    rows = pack_rows(problem, statistics=statistics, scales=scales)
     stored = saved_e
     if stored is None and any(needs_grad):
         stored = x.new_empty((config.rows, tile_config.padded(classes)))
@@ -315,12 +317,12 @@ def _run(
     else:
         width = hidden * (1 + problem.spec.splits_head)
         padded_hidden = tile_config.padded_hidden(width, x.itemsize)
-        held = (x.new_empty if padded_hidden == width else x.new_zeros)((config.rows, padded_hidden))
+        held = (x.new_empty if padded_hidden == width else x.new_zeros)((config.most_rows, padded_hidden))
     gradient_rows = rows  # where the results go that are computed with the row weights of the gradients
     if hook is not None and statistics & ~BY_ROW:
         unused = torch.empty_like(rows.loss_out)
         gradient_rows = rows._replace(loss_out=unused, lse_out=unused, target_logit_out=unused, top_out=None)
-    chunks = list(problem.chunks(config.rows))
+    chunks = config.chunks(tokens)
     for chunk in reversed(chunks):
         n, start, first = chunk.stop - chunk.start, chunk.start, chunk is chunks[-1]
         chunk_x = held[chunk] if plan.holds_rows else held[:n]
@@ -329,8 +331,14 @@ def _run(
         if problem.spec.splits_head:  # a row again for the second half of the head
             chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]
         e = None
-        if stored is not None:
-            e = stored[:n, :classes] if saved_e is None else stored[chunk, :classes]
+        in_pieces = config.first_rows > 0 and first
+        if stored is not None and in_pieces:
+            assert d_weight is not None
+            e = StoredExponentials.in_d_weight(stored, d_weight.total, n, config.piece, classes)
+            if d_input is not None and plan.holds_rows:  # d_input is written first, over these rows
+                chunk_x = chunk_x.clone()
+        elif stored is not None:
+            e = StoredExponentials(stored[:n, :classes] if saved_e is None else stored[chunk, :classes])
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
         least = int(first or saved_e is not None)
         if (d_weight is not None or saved_e is not None) and not plan.d_weight_kernel:
@@ -349,7 +357,7 @@ def _run(
         if hook is None:
             _finish_statistics(problem, config, rows, chunk, scratch, statistics)
         if saved_e is not None and e is not None:
-            saved_kernels.clear(e, At(rows.rho, start))
+            saved_kernels.clear(e.first, At(rows.rho, start))
         if smoothing is not None:
             smoothing.add_to_rows(
                 n,
@@ -363,12 +371,21 @@ def _run(
             continue
         count: Tensor | At = rows.count
         if plan.fits_float16:
-            count = _fit_in_float16(problem, config, rows, chunk, scratch, e, chunk_x, statistics, d_weight is not None)
-        if d_weight is not None:
-            _add_d_weight(problem, e, chunk_x, scratch, Active(count, start, int(first)), d_weight, first=first)
+            count = _fit_in_float16(
+                problem, config, rows, chunk, scratch, e.first, chunk_x, statistics, d_weight is not None
+            )
         if d_bias is not None:
-            row_kernels.add_class_sums(d_bias, e, At(rows.rho, start), first=first)
-        if d_input is not None:
+            for vocab_chunk in e.pieces(classes):
+                of_piece = e.of(vocab_chunk)
+                row_kernels.add_class_sums(d_bias[vocab_chunk], of_piece, At(rows.rho, start), first=first)
+        if d_input is not None and in_pieces:
+            _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
+        if d_weight is not None:
+            active = Active(count, start, int(first))
+            for vocab_chunk in reversed(e.pieces(classes)):
+                of_piece = e.of(vocab_chunk)
+                _add_d_weight(problem, of_piece, chunk_x, scratch, active, d_weight, vocab_chunk, first=first)
+        if d_input is not None and not in_pieces:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
         del e
     del stored, held, scratch
@@ -440,18 +457,71 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
         )
 
 
+class StoredExponentials(NamedTuple):
+    """The exponentials of a chunk of n rows: (n, K), or by pieces of the classes for the first chunk that is computed.
+
+    Its pieces are in the memory of d_weight, which is not written yet, but for the first piece. Those of piece p are
+    where the rows of d_weight of piece p - 1 will be. The gradients of the last piece are computed first, so each piece
+    of d_weight replaces exponentials that no kernel reads again.
+
+    Args:
+        first: (n, P), the first piece, or (n, K).
+        others: (pieces - 1, M, P), of which the first n rows of M are used; None if there is one piece. M P is the size
+            of a piece of d_weight.
+    """
+
+    first: Tensor
+    others: Tensor | None = None
+
+    @classmethod
+    def in_d_weight(cls, stored: Tensor, d_weight: Tensor, n: int, piece: int, classes: int) -> "StoredExponentials":
+        """Returns room for the exponentials of n rows, in pieces of `piece` classes, in stored (rows, K or more) and
+        the memory of d_weight (V, D)."""
+        pieces, memory = cdiv(classes, piece), d_weight.view(-1).view(stored.dtype)
+        others = memory[: (pieces - 1) * piece * (memory.numel() // len(d_weight))].view(pieces - 1, -1, piece)
+        return cls(stored.view(-1)[: n * piece].view(n, piece), others)
+
+    def pieces(self, classes: int) -> list[slice]:
+        """Returns the classes of each piece."""
+        piece = self.first.shape[1]
+        return [slice(start, min(start + piece, classes)) for start in range(0, classes, piece)]
+
+    def of(self, vocab_chunk: slice) -> Tensor:
+        """Returns the exponentials (n, v) of classes of one piece."""
+        n, piece = self.first.shape
+        place = vocab_chunk.start // piece
+        first = vocab_chunk.start - place * piece
+        within = slice(first, first + vocab_chunk.stop - vocab_chunk.start)
+        if place == 0:
+            return self.first[:, within]
+        assert self.others is not None
+        return self.others[place - 1, :n, within]
+
+
+def _vocab_chunks(problem: Problem, config: ScaledExpConfig, e: StoredExponentials | None) -> list[slice]:
+    """Returns the vocabulary chunks of the logits. Each is within one piece of the exponentials."""
+    if e is None or e.others is None:
+        return problem.vocab_chunks(config.head_rows)
+    found = list[slice]()
+    for piece in e.pieces(problem.classes):
+        step = min(config.head_rows, piece.stop - piece.start)
+        starts = range(piece.start, piece.stop, step)
+        found += [slice(start, min(start + step, piece.stop)) for start in starts]
+    return found
+
+
 def _store_exponentials(
     problem: Problem,
     config: ScaledExpConfig,
     rows: PackedRows,
     chunk: slice,
     x: Tensor,
-    e: Tensor | None,
+    e: StoredExponentials | None,
     scratch: Tensor,
     active: Active,
     statistics: int,
 ) -> None:
-    """Writes a chunk's exponentials e (n, K), if not None, their sums over each class block, and the targets' logits.
+    """Writes a chunk's exponentials e, if not None, their sums over each class block, and the targets' logits.
 
     The sums (blocks, n) are at the start of `scratch`. The statistics of each class block follow. Row blocks whose sums
     leave the range are computed again with reference exponents from their largest logits. The host does not know which
@@ -463,7 +533,7 @@ def _store_exponentials(
     number, first_block = start // config.rows, 0
     of_logits, by_row = statistics & OF_BLOCKS, statistics & BY_ROW != 0
     pieces: list[tuple[slice, dict[str, Any]]] = []
-    for vocab_chunk in problem.vocab_chunks(config.head_rows):
+    for vocab_chunk in _vocab_chunks(problem, config, e):
         place = first_block * n
         options = {
             "target": At(rows.target, start),
@@ -473,7 +543,7 @@ def _store_exponentials(
             "statistics": of_logits,
             "of_logits": At(scratch, config.blocks * n + planes(statistics) * place) if of_logits else None,
             "target_logit": At(rows.target_logit, start),
-            "e": None if e is None else e[:, vocab_chunk],
+            "e": None if e is None else e.of(vocab_chunk),
         }
         pieces.append((vocab_chunk, options))
         first_block += cdiv(vocab_chunk.stop - vocab_chunk.start, plan.tile.block_v)
@@ -481,7 +551,9 @@ def _store_exponentials(
         # The head's chunk may be a copy: it is freed before the next one is made.
         if plan.hopper:
             half_tiles = _half_tiles(problem, config.rows)
-            hit = None if rows.hit is None else At(rows.hit.view(torch.int8), number * half_tiles)
+            hit = None
+            if rows.hit is not None and (e is None or e.others is None):
+                hit = At(rows.hit.view(torch.int8), number * half_tiles)
             hopper_logits.exponentials(
                 problem, x, head_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
             )
@@ -515,12 +587,12 @@ def _finish_rows(
     scratch: Tensor,
     *,
     row_weight: At,
-    e: Tensor | None,
+    e: StoredExponentials | None,
     x: Tensor | None,
     by_row: bool,
 ) -> None:
     """Writes the results of a chunk's packed rows from the sums in `scratch`, for the row weights that are given (n,).
-    With e (n, K) and x (n, D), prepares both for the matmuls of the gradients."""
+    With e and x (n, D), prepares both for the matmuls of the gradients."""
     n, start = chunk.stop - chunk.start, chunk.start
     row_kernels.finish_rows(
         problem,
@@ -533,7 +605,8 @@ def _finish_rows(
         target=At(rows.target, start),
         row_weight=row_weight,
         order=At(rows.order, start),
-        e=e,
+        e=None if e is None else e.first,
+        other_e=None if e is None else e.others,
         x=x,
         rho=At(rows.rho, start),
         theta=At(rows.theta, start),
@@ -626,23 +699,32 @@ def _weights_of_token_loss(
 
 
 def _add_d_weight(
-    problem: Problem, e: Tensor, x: Tensor, scratch: Tensor, active: Active, d_weight: ClassSum, *, first: bool
+    problem: Problem,
+    e: Tensor,
+    x: Tensor,
+    scratch: Tensor,
+    active: Active,
+    d_weight: ClassSum,
+    vocab_chunk: slice,
+    *,
+    first: bool,
 ) -> None:
-    """Adds e^T @ x to d_weight: (33) without the targets' terms. x (n, >= D) is already multiplied by rho."""
+    """Adds e^T @ x to the vocabulary chunk of d_weight: (33) without the targets' terms. x (n, >= D) is already
+    multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
         module = hopper_gradients if plan_of(problem).hopper else ampere_gradients
-        module.add_d_weight(problem, e, x, active, d_weight.sum, first=first and not d_weight.adds)
+        module.add_d_weight(problem, e, x, active, d_weight.sum[vocab_chunk], first=first and not d_weight.adds)
         return
     hidden = problem.input.shape[1]
-    rows_of_x, of_e, classes = operand(x[:, :hidden], x.dtype), operand(e, e.dtype).T, e.shape[1]
+    rows_of_x, of_e = operand(x[:, :hidden], x.dtype), operand(e, e.dtype).T
     if not plan_of(problem).fits_float16:
-        d_weight.put_matmul(slice(0, classes), of_e, rows_of_x, None, first=first)
+        d_weight.put_matmul(vocab_chunk, of_e, rows_of_x, None, first=first)
         return
     assert isinstance(active.count, At)
     _, exponent = active.count.tensor[active.count.start].unbind()
     power, step = torch.ldexp(scratch.new_ones(()), exponent), len(scratch) // hidden
-    for start in range(0, classes, step):
-        piece = slice(start, min(start + step, classes))
+    for start in range(0, len(of_e), step):
+        piece = slice(start, min(start + step, len(of_e)))
         product = scratch[: (piece.stop - start) * hidden].view(-1, hidden)
         add_matmul(product, of_e[piece], rows_of_x, first=True)
         d_weight.put(piece, product.mul_(power), first=first)
@@ -653,19 +735,22 @@ def _store_d_input(
     config: ScaledExpConfig,
     rows: PackedRows,
     chunk: slice,
-    e: Tensor,
+    stored: StoredExponentials,
     scratch: Tensor,
     d_input: Tensor,
 ) -> None:
     """Writes the rows of d_input of a chunk: (32)."""
-    plan = plan_of(problem)
+    plan, e = plan_of(problem), stored.first
     if plan.d_input_tiling is not None:
-        made = (hopper_gradients if plan.hopper else ampere_gradients).d_input_launch(problem, config, e)
+        if plan.hopper:
+            made = hopper_gradients.d_input_launch(problem, config, e, stored.others)
+        else:
+            made = ampere_gradients.d_input_launch(problem, config, e)
         input_grad.store_d_input(
             made,
             problem,
             config,
-            e,
+            chunk.stop - chunk.start,
             Active(rows.count, chunk.start, 0),
             partial_sums=scratch,
             rho=At(rows.rho, chunk.start),
@@ -678,12 +763,13 @@ def _store_d_input(
     hidden = d_input.shape[1]
     for start in range(chunk.start, chunk.stop, config.d_input_rows):
         piece = slice(start, min(start + config.d_input_rows, chunk.stop))
-        rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
-        e_w = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
-        for vocab_chunk in problem.vocab_chunks(config.head_rows):
+        within = slice(piece.start - chunk.start, piece.stop - chunk.start)
+        n = within.stop - within.start
+        e_w = scratch[: n * hidden].view(n, hidden)
+        for vocab_chunk in _vocab_chunks(problem, config, stored):
             casts = problem.linear_weight.dtype != e.dtype
             w = operand(head_of(problem, vocab_chunk), e.dtype) if casts else problem.operand_of(vocab_chunk)
-            e_chunk = operand(rows_of_e[:, vocab_chunk], e.dtype)
+            e_chunk = operand(stored.of(vocab_chunk)[within], e.dtype)
             for first in range(0, hidden * (1 + problem.spec.splits_head), hidden):
                 half = w[:, first : first + hidden]  # of a split head, or all of another
                 add_matmul(e_w, e_chunk, half, first=vocab_chunk.start == first == 0)

@@ -177,6 +177,10 @@ class ScaledExpConfig:
         blocks: class blocks. Each has partial sums.
         scratch: float32 elements of one buffer, first for partial sums, then for the matmuls of gradients.
         bytes: bytes of workspace.
+        first_rows: rows of a larger chunk, the last rows of a call and the first that are computed. Most of its
+            exponentials are in the memory of d_weight, which is not written yet (`StoredExponentials`). 0: there is
+            none. If it has all rows, the workspace holds the exponentials of `rows` rows still.
+        piece: classes of a piece of that chunk.
     """
 
     rows: int
@@ -186,6 +190,19 @@ class ScaledExpConfig:
     blocks: int
     scratch: int
     bytes: int
+    first_rows: int = 0
+    piece: int = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest chunk."""
+        return max(self.rows, self.first_rows)
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """Returns the chunks of a call. They are computed from the last to the first."""
+        others = tokens - self.first_rows
+        chunks = [slice(start, min(start + self.rows, others)) for start in range(0, others, self.rows)]
+        return [*chunks, slice(others, tokens)] if self.first_rows else chunks
 
 
 # Rows of a matmul of cuBLAS that computes d_input, where no kernel of ours does. On Hopper 512 are as fast as more,
@@ -258,6 +275,7 @@ def choose_scaled_exp(
     programs: int = 0,
     copied: int = 0,
     batch_invariant: bool = False,
+    room: int = 0,
     call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
@@ -285,6 +303,8 @@ def choose_scaled_exp(
         copied: bytes of the contiguous copies of strided vectors.
         batch_invariant: the order of a row's sums must not depend on the number of rows and the budget. Then tiles of
             d_input have one size and are not split, and class blocks begin at multiples of `block_v`.
+        room: most rows of a first chunk with exponentials in the memory of d_weight: bytes of a row of d_weight, over
+            those of an exponential. 0: d_weight has no such memory.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -313,10 +333,10 @@ def choose_scaled_exp(
         d_tiles = -(-rows // tile_rows) * -(-(hidden // parts) // D_BLOCK)
         return choose_schedule(d_tiles, -(-classes // tiling.step), tiling.programs, splits_tiles=splits_tiles)
 
-    def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
+    def d_input_elements(rows: int, first_rows: int, tile_rows: int, splits_tiles: bool) -> int:
         if tiling is None:
             return hidden // parts * (rows if needs_cast else min(rows, D_INPUT_ROWS))
-        sizes = {rows, tokens % rows or rows}
+        sizes = {rows, first_rows} if first_rows else {rows, tokens % rows or rows}
         partial_tiles = max(schedule_of(size, tile_rows, splits_tiles).partial_tiles for size in sizes)
         return partial_tiles * tile_rows * D_BLOCK
 
@@ -327,17 +347,22 @@ def choose_scaled_exp(
         waves = programs and head_rows // block_v * row_blocks // programs
         return max(1, waves * programs // row_blocks) * block_v if waves else head_rows
 
-    def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int) -> ScaledExpConfig:
-        head_rows = whole_waves(rows, head_rows)
+    def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int, first_rows: int = 0) -> ScaledExpConfig:
+        head_rows, most_rows = whole_waves(rows, head_rows), max(rows, first_rows)
         d_input_rows = tile_rows if tiling else rows if needs_cast else min(rows, D_INPUT_ROWS)
-        d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
+        d_input_scratch = d_input_elements(rows, first_rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
-        scratch = max((1 + statistics) * blocks * rows, d_input_scratch, d_weight_scratch)
+        scratch = max((1 + statistics) * blocks * most_rows, d_input_scratch, d_weight_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
-        size += rows * itemsize * (padded(classes) * in_workspace + hidden * (saves or not holds)) + 4 * scratch
-        return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
+        copied_rows = most_rows if saves or not holds else first_rows
+        size += itemsize * (rows * padded(classes) * in_workspace + copied_rows * hidden) + 4 * scratch
+        whole = head_rows if needs_cast else block_v
+        piece = rows * padded(classes) // first_rows // whole * whole if first_rows else 0
+        return ScaledExpConfig(
+            rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size, first_rows, min(piece, classes)
+        )
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not d_input:
@@ -355,9 +380,23 @@ def choose_scaled_exp(
         assert call is not None
         chunk, last = (
             chunk_cost.Chunk(rows, rows, d_input_of(rows, found))
-            for rows in (found.rows, (tokens - 1) % found.rows + 1)
+            for rows in (found.rows, found.first_rows or (tokens - 1) % found.rows + 1)
         )
-        return chunk_cost.call_ms(call, chunk, last)
+        return chunk_cost.call_ms(call, chunk, last, found.piece)
+
+    def with_first(usual: ScaledExpConfig) -> ScaledExpConfig | None:
+        """Returns the best chunks with a first chunk in the memory of d_weight; None if the usual ones are as fast."""
+        found = list[ScaledExpConfig]()
+        for rows in range(ROW_BLOCK, usual.rows + 1, ROW_BLOCK):
+            least = max(0, -(-(tokens - room) // rows))
+            for others in range(least, least + 4):
+                first_rows = tokens - others * rows
+                if first_rows <= rows:
+                    break
+                made = (config(rows, *choice, first_rows) for choice in choices)
+                found += [one for one in made if one.piece > 0 and one.bytes <= enough]
+        best_found = min(found, key=ms, default=None)
+        return best_found if best_found is not None and ms(best_found) < (1 - chunk_cost.TIE) * ms(usual) else None
 
     def best(*choices: tuple[int, bool, int]) -> ScaledExpConfig | None:
         """Returns the best chunks that fit with one of `choices`; None if none fit."""
@@ -391,7 +430,9 @@ def choose_scaled_exp(
         least = config(least_rows, *smallest).bytes
         raise BudgetTooSmallError(least, tokens, classes, budget)
     fitting = [found for found in fitting if found.splits_tiles] or fitting
-    return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
+    usual = min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
+    has_first = room > 0 and call is not None and usual.rows < tokens and (head_rows % block_v == 0 or not needs_cast)
+    return (with_first(usual) if has_first else None) or usual
 
 
 def padded_hidden(hidden: int, itemsize: int) -> int:

@@ -191,10 +191,23 @@ def chunk_ns(call: Call, chunk: Chunk, *, adds: bool) -> float:
     return total
 
 
-def call_ms(call: Call, chunk: Chunk, last: Chunk) -> float:
-    """Returns an estimate of the milliseconds of a call with equal chunks, of which the last one may be smaller."""
-    more = cdiv(call.tokens, chunk.rows) - 1
-    total = 1e3 * call.coefficients.call + chunk_ns(call, last, adds=False)
+def first_ns(call: Call, chunk: Chunk, piece: int) -> float:
+    """Returns how long the first chunk takes, whose logits and d_weight are computed a piece of the classes at a time;
+    0: all at once."""
+    if not piece:
+        return chunk_ns(call, chunk, adds=False)
+    total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes)
+    for first in range(0, call.classes, piece):
+        of_piece = call._replace(classes=min(piece, call.classes - first))
+        total += logits_ns(of_piece, chunk.kernel_rows) + d_weight_ns(of_piece, chunk.rows, adds=False)
+    return total if chunk.d_input is None else total + d_input_ns(call, chunk.kernel_rows, chunk.d_input)
+
+
+def call_ms(call: Call, chunk: Chunk, last: Chunk, piece: int = 0) -> float:
+    """Returns an estimate of the milliseconds of a call with equal chunks. The last rows are the first chunk that is
+    computed. It may be smaller than the others, or, in pieces of the classes, larger."""
+    more = cdiv(call.tokens - last.rows, chunk.rows)
+    total = 1e3 * call.coefficients.call + first_ns(call, last, piece)
     if more:
         total += more * chunk_ns(call, chunk, adds=True)
     return total / 1e6

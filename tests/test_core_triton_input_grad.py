@@ -108,7 +108,7 @@ def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPat
             ampere_gradients.d_input_launch(problem, plan.scaled_exp_config, e),
             problem,
             plan.scaled_exp_config,
-            e,
+            rows,
             Active(torch.tensor(START + active, dtype=torch.int32), START, 0),
             partial_sums=partial_sums,
             rho=At(rho, START),
