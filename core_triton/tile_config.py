@@ -378,11 +378,9 @@ def choose_scaled_exp(
 
     def ms(found: ScaledExpConfig) -> float:
         assert call is not None
-        chunk, last = (
-            chunk_cost.Chunk(rows, rows, d_input_of(rows, found))
-            for rows in (found.rows, found.first_rows or (tokens - 1) % found.rows + 1)
-        )
-        return chunk_cost.call_ms(call, chunk, last, found.piece)
+        rows = found.first_rows or (tokens - 1) % found.rows + 1
+        chunk = chunk_cost.Chunk(found.rows, found.rows, d_input_of(found.rows, found))
+        return chunk_cost.call_ms(call, chunk, chunk_cost.Chunk(rows, rows, d_input_of(rows, found), found.piece))
 
     def with_first(usual: ScaledExpConfig) -> ScaledExpConfig | None:
         """Returns the best chunks with a first chunk in the memory of d_weight; None if the usual ones are as fast."""

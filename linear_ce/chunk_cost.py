@@ -126,11 +126,13 @@ class Chunk(NamedTuple):
         rows: of the chunk.
         kernel_rows: rows that the kernels of logits and d_input compute.
         d_input: how d_input is computed; None if it is not.
+        piece: classes of a piece, if its logits and d_weight are computed a piece of the classes at a time; else 0.
     """
 
     rows: int
     kernel_rows: int
     d_input: DInput | None
+    piece: int = 0
 
 
 def cdiv(a: int, b: int) -> int:
@@ -183,31 +185,23 @@ def d_input_ns(call: Call, rows: int, found: DInput) -> float:
 
 def chunk_ns(call: Call, chunk: Chunk, *, adds: bool) -> float:
     """Returns how long a chunk takes, one that adds to d_weight or the first."""
-    total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes) + logits_ns(call, chunk.kernel_rows)
-    if call.d_weight:
-        total += d_weight_ns(call, chunk.rows, adds=adds)
+    total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes)
+    step = chunk.piece or call.classes
+    for first in range(0, call.classes, step):
+        piece = call._replace(classes=min(step, call.classes - first))
+        total += logits_ns(piece, chunk.kernel_rows)
+        if call.d_weight:
+            total += d_weight_ns(piece, chunk.rows, adds=adds)
     if chunk.d_input is not None:
         total += d_input_ns(call, chunk.kernel_rows, chunk.d_input)
     return total
 
 
-def first_ns(call: Call, chunk: Chunk, piece: int) -> float:
-    """Returns how long the first chunk takes, whose logits and d_weight are computed a piece of the classes at a time;
-    0: all at once."""
-    if not piece:
-        return chunk_ns(call, chunk, adds=False)
-    total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes)
-    for first in range(0, call.classes, piece):
-        of_piece = call._replace(classes=min(piece, call.classes - first))
-        total += logits_ns(of_piece, chunk.kernel_rows) + d_weight_ns(of_piece, chunk.rows, adds=False)
-    return total if chunk.d_input is None else total + d_input_ns(call, chunk.kernel_rows, chunk.d_input)
-
-
-def call_ms(call: Call, chunk: Chunk, last: Chunk, piece: int = 0) -> float:
+def call_ms(call: Call, chunk: Chunk, last: Chunk) -> float:
     """Returns an estimate of the milliseconds of a call with equal chunks. The last rows are the first chunk that is
-    computed. It may be smaller than the others, or, in pieces of the classes, larger."""
+    computed. It may be smaller than the others, or, in pieces, larger."""
     more = cdiv(call.tokens - last.rows, chunk.rows)
-    total = 1e3 * call.coefficients.call + first_ns(call, last, piece)
+    total = 1e3 * call.coefficients.call + chunk_ns(call, last, adds=False)
     if more:
         total += more * chunk_ns(call, chunk, adds=True)
     return total / 1e6
