@@ -396,9 +396,9 @@ def d_input_kernel(
     (`input_grad.work_unit_of`).
 
     Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
-    which row of d_input (N, D) a row is. With others_desc (pieces * piece_rows, piece), e has the first `piece` classes,
-    and rows from p * piece_rows on have those of piece p + 1. Rows past count - start are not written. A float32 w is the sum of two
-    matrices of e's dtype (`multiply_split`).
+    which row of d_input (N, D) a row is. With others_desc (pieces * piece_rows, piece), e has the first `piece`
+    classes, and the rows from p * piece_rows on are those of piece p + 1. Rows past count - start are not written. A
+    float32 w is the sum of two matrices of e's dtype (`multiply_split`).
     """
     active = active_rows(count_ptr, start, 0, rows)
     ring = make_ring(w_desc, e_desc, STAGES)

@@ -211,7 +211,8 @@ def store_d_input(
     order: At,
     d_input: Tensor,
 ) -> None:
-    """Launches a kernel of d_input, and `d_input_sum_kernel` where tiles are split, for the n packed rows of a chunk."""
+    """Launches a kernel of d_input, and `d_input_sum_kernel` where tiles are split, for the n packed rows of a
+    chunk."""
     w, hidden, tiling = problem.linear_weight, d_input.shape[1], plan_of(problem).d_input_tiling
     classes = problem.classes
     assert tiling is not None

@@ -389,9 +389,9 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes.
         room = 0
         in_kernels = d_weight_kernel and (tiling is not None or not key.d_input)
-        if in_kernels and hopper and key.d_weight and x.dtype == "bfloat16":
-            if key.stage == "loss_and_gradients" and not (key.grad_into or key.batch_invariant):
-                room = hidden * w.itemsize // x.itemsize
+        writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
+        if in_kernels and hopper and writes and x.dtype == "bfloat16":
+            room = hidden * w.itemsize // x.itemsize
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(

@@ -312,8 +312,9 @@ def _run(
     # memory of d_input, or in a buffer of one chunk.
     if plan.holds_rows:
         assert d_input is not None
-        held = d_input
-        _pick(problem, rows, 0, tokens, held)
+        held, others = d_input, tokens - config.first_rows
+        if others or not tokens:
+            _pick(problem, rows, 0, others, held[:others])
     else:
         width = hidden * (1 + problem.spec.splits_head)
         padded_hidden = tile_config.padded_hidden(width, x.itemsize)
@@ -325,18 +326,18 @@ def _run(
     chunks = config.chunks(tokens)
     for chunk in reversed(chunks):
         n, start, first = chunk.stop - chunk.start, chunk.start, chunk is chunks[-1]
+        in_pieces = config.first_rows > 0 and first
         chunk_x = held[chunk] if plan.holds_rows else held[:n]
-        if not plan.holds_rows:
+        if plan.holds_rows and in_pieces:  # its d_input is written before its d_weight
+            chunk_x = x.new_empty((n, hidden))
+        if not plan.holds_rows or in_pieces:
             _pick(problem, rows, start, n, chunk_x[:, :hidden])
         if problem.spec.splits_head:  # a row again for the second half of the head
             chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]
         e = None
-        in_pieces = config.first_rows > 0 and first
         if stored is not None and in_pieces:
             assert d_weight is not None
             e = StoredExponentials.in_d_weight(stored, d_weight.total, n, config.piece, classes)
-            if d_input is not None and plan.holds_rows:  # d_input is written first, over these rows
-                chunk_x = chunk_x.clone()
         elif stored is not None:
             e = StoredExponentials(stored[:n, :classes] if saved_e is None else stored[chunk, :classes])
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.

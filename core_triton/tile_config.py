@@ -256,6 +256,9 @@ D_WEIGHT_BYTES, ROOMY_BUDGET = 2**25, 2**28
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
 
+FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d_weight
+
+
 def choose_scaled_exp(
     *,
     tokens: int,
@@ -383,18 +386,16 @@ def choose_scaled_exp(
         return chunk_cost.call_ms(call, chunk, chunk_cost.Chunk(rows, rows, d_input_of(rows, found), found.piece))
 
     def with_first(usual: ScaledExpConfig) -> ScaledExpConfig | None:
-        """Returns the best chunks with a first chunk in the memory of d_weight; None if the usual ones are as fast."""
-        found = list[ScaledExpConfig]()
-        for rows in range(ROW_BLOCK, usual.rows + 1, ROW_BLOCK):
-            least = max(0, -(-(tokens - room) // rows))
-            for others in range(least, least + 4):
-                first_rows = tokens - others * rows
-                if first_rows <= rows:
-                    break
-                made = (config(rows, *choice, first_rows) for choice in choices)
-                found += [one for one in made if one.piece > 0 and one.bytes <= enough]
-        best_found = min(found, key=ms, default=None)
-        return best_found if best_found is not None and ms(best_found) < (1 - chunk_cost.TIE) * ms(usual) else None
+        """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as fit
+        beside the usual chunks."""
+        others = max(0, -(-(tokens - room) // usual.rows))
+        first_rows, most = tokens - others * usual.rows, -(-usual.rows // ROW_BLOCK)
+        if first_rows <= usual.rows:
+            return None
+        rows = [usual.rows] if others else [min(ROW_BLOCK * blocks, usual.rows) for blocks in range(1, most + 1)]
+        made = (config(of_others, *choice, first_rows) for of_others in rows for choice in choices)
+        found = min((one for one in made if one.piece > 0 and one.bytes <= enough), key=ms, default=None)
+        return found if found is not None and ms(found) < (1 - FIRST_CHUNK_GAIN) * ms(usual) else None
 
     def best(*choices: tuple[int, bool, int]) -> ScaledExpConfig | None:
         """Returns the best chunks that fit with one of `choices`; None if none fit."""

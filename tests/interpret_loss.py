@@ -45,6 +45,7 @@ from core_triton import (
     row_statistics,
     scaled_exp,
     target_grad,
+    tile_config,
     token_losses,
 )
 from core_triton.head_copy import copy_head_kernel
@@ -591,6 +592,51 @@ def run_head_copy() -> None:
     say(name="d_input of a head that is not rounded", used={"share": 100 * abs(float(share)) / 2e-4})
 
 
+def run_pieces() -> None:
+    """Checks calls whose first chunk has its exponentials in the memory of d_weight, in three pieces of the classes."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, hidden, vocab, classes = 150, 32, 700, 680
+    x, head = (torch.randn(*shape, generator=generator) for shape in ((tokens, hidden), (vocab, hidden)))
+    x, bias = x.bfloat16(), torch.randn(vocab, generator=generator)
+    target = torch.randint(0, classes, (tokens,), generator=generator)
+    target[::7] = -100
+    weight = torch.rand(tokens, generator=generator)
+    choose, chunks = tile_config.choose_scaled_exp, []
+
+    def in_pieces(rows: int, most: int, **options: Any) -> tile_config.ScaledExpConfig:
+        found, others = choose(**options), -(-(tokens - most) // rows)
+        first_rows = tokens - others * rows
+        config = replace(found, rows=rows, first_rows=first_rows, piece=256, scratch=4 * found.scratch)
+        chunks.append([(chunk.start, chunk.stop) for chunk in config.chunks(tokens)])
+        return config
+
+    for dtype, rows, scale in ((torch.bfloat16, 40, 1.0), (torch.float32, 48, 1.0), (torch.bfloat16, 40, 20.0)):
+        options: dict[str, Any] = {"token_weight": weight, "vocab_size": classes, "logit_scale": scale}
+        results: list[list[Tensor]] = []
+        for implementation in (Running.implementation, "chunked"):
+            exact = implementation == "chunked"
+            arrays = [array.float() if exact else array for array in (x, head.to(dtype))]
+            arrays = [array.clone().requires_grad_() for array in (*arrays, bias)]
+            if not exact and dtype == torch.float32:
+                options |= {"head_precision": "float32"}
+            choice = partial(in_pieces, rows, hidden * dtype.itemsize // 2)
+            with mock.patch.object(tile_config, "choose_scaled_exp", choice):
+                loss = core_triton.linear_cross_entropy(
+                    arrays[0], arrays[1], target, linear_bias=arrays[2], implementation=implementation, **options
+                )
+            options.pop("head_precision", None)
+            loss.backward()
+            results.append([loss.detach(), *(array.grad for array in arrays if array.grad is not None)])
+        names = ("loss", "d_input", "d_weight", "d_bias")
+        used = {
+            name: 100 * error(found.float().numpy(), wanted.float().numpy()) / (1e-4 if name == "loss" else 6e-3)
+            for name, found, wanted in zip(names, *results, strict=True)
+        }
+        used["padding"] = 100 * float(results[0][2][classes:].abs().sum())
+        say(name=f"pieces, a head of {dtype}, logits times {scale}", used=used)
+    assert {len(one) for one in chunks} == {4, 3}, chunks
+
+
 def run_segments(generator: torch.Generator) -> None:
     """Checks that targets that are sorted in three segments and merged give the same bits as one segment."""
     x, w = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((700, 8), (40, 8)))
@@ -1086,6 +1132,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "shards": run_shards,
     "layouts": run_layouts,
     "chunks": run_chunks,
+    "pieces": run_pieces,
     "token_loss": run_token_loss,
     "log_probs": run_log_probs,
     "kept_rows": run_kept_rows,

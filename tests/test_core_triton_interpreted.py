@@ -196,7 +196,7 @@ def test_the_layout_of_arguments_changes_nothing(results: Results) -> None:
     assert_within_budget(results)
 
 
-@pytest.mark.parametrize("program", [quick("chunks")])
+@pytest.mark.parametrize("program", [quick("chunks"), quick("pieces")])
 def test_the_heads_gradients_of_chunks_add_up(results: Results) -> None:
     assert_within_budget(results)
 
