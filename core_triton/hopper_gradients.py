@@ -243,7 +243,7 @@ def d_weight_kernel(
 
 
 def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
-    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x may have more columns."""
+    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x (n, D or more)."""
     (n, classes), hidden, float32 = e.shape, problem.input.shape[1], d_weight.dtype == torch.float32
     step, half, block_v = tile_config.D_WEIGHT_STEP, tile_config.D_BLOCK // 2, tile_config.CLASS_BLOCK
     launch(
