@@ -19,8 +19,6 @@ from gluon_in_numpy import Language, Memory, Shared, Value, rounded
 
 from core_triton.launch import Blocks
 
-SECONDS = 60  # a wait that takes longer is a deadlock
-
 
 class Descriptor:
     """A tensor descriptor."""
@@ -95,6 +93,7 @@ class HopperLanguage(Language):
         super().__init__(program, programs)
         self.late, self.thread, self.turn = late, Thread(), threading.Condition()
         self.failed: list[BaseException] = []
+        self.running = self.waiting = 0  # threads; those that wait are still to look at what changed last
         self.names = {
             "mbarrier": self,
             "tma": self,
@@ -111,6 +110,10 @@ class HopperLanguage(Language):
             return Barriers(shape[0])
         return HopperShared(super().allocate_shared_memory(dtype, shape, layout).data, dtype, self.thread)
 
+    def _wake(self) -> None:
+        self.waiting = 0
+        self.turn.notify_all()
+
     def thread_barrier(self) -> None:
         pass
 
@@ -126,9 +129,11 @@ class HopperLanguage(Language):
                     assert not self.thread.matmuls, "matmuls are in flight when a warpgroup ends"
                 except BaseException as error:  # raised again below
                     self.failed.append(error)
-                self.turn.notify_all()
+                self.running -= 1
+                self._wake()
 
         threads = [threading.Thread(target=run, args=one) for one in partitions]
+        self.running = len(threads)
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -150,7 +155,7 @@ class HopperLanguage(Language):
             barrier.left -= count
             assert barrier.left >= 0
             barrier.advance()
-            self.turn.notify_all()
+            self._wake()
 
     def wait(self, barrier: Barrier, phase: int) -> None:
         """Waits until the phase of this parity is over."""
@@ -158,7 +163,9 @@ class HopperLanguage(Language):
             copy()
         barrier.copies.clear()
         while barrier.phase == phase and not self.failed:
-            assert self.turn.wait(SECONDS), "a deadlock"
+            self.waiting += 1
+            assert self.waiting < self.running, "a deadlock"
+            self.turn.wait()
             for copy in barrier.copies:
                 copy()
             barrier.copies.clear()
@@ -176,11 +183,11 @@ class HopperLanguage(Language):
             buffer.data[...] = np.where(inside, descriptor.memory.data[offsets], 0.0)
             barrier.bytes -= offsets.size * (4 if descriptor.dtype == "f32" else 2)
             barrier.advance()
-            self.turn.notify_all()
+            self._wake()
 
         if self.late:
             barrier.copies.append(copy)
-            self.turn.notify_all()
+            self._wake()
         else:
             copy()
 
