@@ -243,7 +243,7 @@ def d_weight_kernel(
 
 
 def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
-    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x may be wider."""
+    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x (n, D or more)."""
     (n, classes), hidden, float32 = e.shape, problem.input.shape[1], d_weight.dtype == torch.float32
     step, half, block_v = tile_config.D_WEIGHT_STEP, tile_config.D_BLOCK // 2, tile_config.CLASS_BLOCK
     launch(
@@ -270,12 +270,14 @@ def load_e(e_desc, others, row, k, bar, stage):
     if len(others) == 0:
         tma.async_copy_global_to_shared(e_desc, [row, k], bar, stage)
     else:
-        others_desc, piece, piece_rows = others
+        others_desc, last_desc, piece, piece_rows, last = others
         if k < piece:
             tma.async_copy_global_to_shared(e_desc, [row, k], bar, stage)
-        else:
+        elif k < last:
             first = (k // piece - 1) * piece_rows
             tma.async_copy_global_to_shared(others_desc, [first + row, k % piece], bar, stage)
+        else:
+            tma.async_copy_global_to_shared(last_desc, [row, k - last], bar, stage)
 
 
 @gluon.jit
@@ -389,16 +391,19 @@ def d_input_kernel(
     w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
     d_input_ptr, count_ptr, start, rows, hidden, classes,
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
-    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr, others_desc=None, piece=None, piece_rows=None,
+    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr, others_desc=None, last_desc=None, piece=None, piece_rows=None,
+    last=None,
 ):  # fmt: skip
     """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a work unit is a
     whole tile of BLOCK_N rows x 128 columns. Other units write a partial tile, float32, to their slot of part
     (`input_grad.work_unit_of`).
 
     Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
-    which row of d_input (N, D) a row is. With others_desc (pieces * piece_rows, piece), e has the first `piece`
-    classes, and the rows from p * piece_rows on are those of piece p + 1. Rows past count - start are not written. A
-    float32 w is the sum of two matrices of e's dtype (`multiply_split`).
+    which row of d_input (N, D) a row is. Rows past count - start are not written. A float32 w is the sum of two
+    matrices of e's dtype (`multiply_split`).
+
+    With others_desc, e has the first `piece` classes, last_desc (rows, classes - last) those from `last` on, and
+    others_desc (pieces * piece_rows, piece) those between them: the rows from p * piece_rows on are of piece p + 1.
     """
     active = active_rows(count_ptr, start, 0, rows)
     ring = make_ring(w_desc, e_desc, STAGES)
@@ -409,7 +414,7 @@ def d_input_kernel(
     )
     others = ()
     if others_desc is not None:
-        others = (others_desc, piece, piece_rows)
+        others = (others_desc, last_desc, piece, piece_rows, last)
     gl.warp_specialize(
         [
             (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS, 0)),
@@ -421,11 +426,11 @@ def d_input_kernel(
     )
 
 
-@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields, "piece", "piece_rows"])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields, "piece", "piece_rows", "last"])
 def d_input_of_pieces_kernel(
-    w_desc, e_desc, others_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride,
-    weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
-    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, piece, piece_rows,
+    w_desc, e_desc, others_desc, last_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
+    weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, piece, piece_rows, last,
     STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
 ):  # fmt: skip
     """`d_input_kernel` where the exponentials are in pieces of the classes."""
@@ -433,11 +438,11 @@ def d_input_of_pieces_kernel(
         w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
         d_input_ptr, count_ptr, start, rows, hidden, classes,
         full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
-        STAGES, W_BY_CLASS, others_desc, piece, piece_rows,
+        STAGES, W_BY_CLASS, others_desc, last_desc, piece, piece_rows, last,
     )  # fmt: skip
 
 
-def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, others: Tensor | None) -> DInputLaunch:
+def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, others: Tensor | None = None) -> DInputLaunch:
     """Returns what `input_grad.store_d_input` launches. `others` are of `StoredExponentials`."""
     step, w = tile_config.D_INPUT_STEP, problem.linear_weight[: problem.classes]
     head, block, by_class = head_with_contiguous_rows(w, (step, tile_config.D_BLOCK // 2))
@@ -447,6 +452,8 @@ def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, others:
     constexprs = {"STAGES": stages, "W_BY_CLASS": by_class, "num_warps": 4}
     if others is None:
         return DInputLaunch(d_input_kernel, matrices, (), constexprs)
-    _, piece_rows, piece = others.shape
-    matrices = *matrices, Blocks(others.view(-1, piece), of_e, gluon=True)
-    return DInputLaunch(d_input_of_pieces_kernel, matrices, (piece, piece_rows), constexprs)
+    pieces, piece_rows, piece = others.shape
+    last = pieces * piece
+    end = others[-1, : len(e), : problem.classes - last]  # past the last class there are no zeros
+    matrices = *matrices, Blocks(others.view(-1, piece), of_e, gluon=True), Blocks(end, of_e, gluon=True)
+    return DInputLaunch(d_input_of_pieces_kernel, matrices, (piece, piece_rows, last), constexprs)

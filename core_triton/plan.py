@@ -204,6 +204,7 @@ class ExecutionPlan:
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
             others=None if others is None else (others.path, others.chunks.rows, others.tokens),
             fixed_rows=self.scaled_exp_config.d_input_rows if self.batch_invariant else None,
+            first_rows=self.scaled_exp_config.first_rows if self.path == "scaled_exp" else 0,
         )
 
 

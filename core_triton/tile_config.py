@@ -3,6 +3,7 @@
 These functions determine speed and memory. They change results only by rounding.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -258,6 +259,8 @@ PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no ma
 
 FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d_weight
 
+FIRST_CHUNK_TRIES = 6  # sizes of its pieces that are estimated
+
 
 def choose_scaled_exp(
     *,
@@ -389,13 +392,19 @@ def choose_scaled_exp(
         """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as fit
         beside the usual chunks."""
         others = max(0, -(-(tokens - room) // usual.rows))
-        first_rows, most = tokens - others * usual.rows, -(-usual.rows // ROW_BLOCK)
+        first_rows = tokens - others * usual.rows
         if first_rows <= usual.rows:
             return None
-        rows = [usual.rows] if others else [min(ROW_BLOCK * blocks, usual.rows) for blocks in range(1, most + 1)]
-        made = (config(of_others, *choice, first_rows) for of_others in rows for choice in choices)
-        found = min((one for one in made if one.piece > 0 and one.bytes <= enough), key=ms, default=None)
-        return found if found is not None and ms(found) < (1 - FIRST_CHUNK_GAIN) * ms(usual) else None
+        rows = {usual.rows}
+        if not others:  # the workspace may hold fewer rows of exponentials, in more pieces
+            step = -(-usual.rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
+            rows |= {*range(step, usual.rows, step)}
+        made = (config(one, *choice, first_rows) for one in rows for choice in choices)
+        timed = [(ms(one), one) for one in made if one.piece > 0 and one.bytes <= enough]
+        least = min((time for time, _ in timed), default=math.inf)
+        if least >= (1 - FIRST_CHUNK_GAIN) * ms(usual):
+            return None
+        return min((one for time, one in timed if time <= (1 + chunk_cost.TIE) * least), key=lambda one: one.bytes)
 
     def best(*choices: tuple[int, bool, int]) -> ScaledExpConfig | None:
         """Returns the best chunks that fit with one of `choices`; None if none fit."""

@@ -266,6 +266,7 @@ def describe_plan(
     saves_logits: bool,
     others: tuple[str, int, int] | None = None,
     fixed_rows: int | None = None,
+    first_rows: int = 0,
 ) -> str:
     """Returns the description of a plan, a few lines in the same words for both frameworks.
 
@@ -284,6 +285,7 @@ def describe_plan(
         saves_logits: whether that saves a matmul of the saved rows.
         others: the path of the rows that are not saved, rows of a chunk and their number; None if all rows have a plan.
         fixed_rows: rows of a tile of d_input, with batch_invariant; None without.
+        first_rows: rows of a first chunk with exponentials in the memory of d_weight; 0 without one.
     """
     family, why = "none", f": {PATHS[path]}"
     if kernels is not None:
@@ -294,10 +296,15 @@ def describe_plan(
         "our kernels": [name for name, ours in matmuls.items() if ours],
         library: [name for name, ours in matmuls.items() if not ours],
     }
+    chunks = f"{max(1, -(-tokens // rows))} of up to {rows} rows"
+    if first_rows:
+        chunks = f"1 of {first_rows} rows, whose exponentials are in the memory of d_weight until it is written"
+        if first_rows < tokens:
+            chunks += f", and {-(-(tokens - first_rows) // rows)} of {rows} rows"
     lines = {
         "path": f"{path}{why}",
         "kernels": family,
-        "chunks": f"{max(1, -(-tokens // rows))} of up to {rows} rows",
+        "chunks": chunks,
         "weight": "copied one vocabulary chunk at a time" if casts_head else "read where it is",
         "matmuls": "; ".join(f"{', '.join(names)} by {maker}" for maker, names in makers.items() if names),
         "workspace": f"{workspace / 2**20:.1f} MiB of a budget of {budget / 2**20:.1f} MiB",

@@ -8,7 +8,7 @@ Triton's languages. Layouts have no effect. What is checked besides the results:
 - Shared memory is NaN until it is written. An asynchronous copy writes either at once or as late as its wait allows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,11 +19,19 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from core_triton.launch import At
+from core_triton.launch import At, Blocks
 
 RANGES = {"i1": (0, 1), "i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
 WIDER = ["i1", "i32", "i64", "f16", "bf16", "f32"]  # the dtype of a result is the later of two
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int32: "i32", torch.int64: "i64"}
+
+
+class Dtype(str):
+    """The name of a dtype, "bf16" for example."""
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return int(self.lstrip("bif"))
 
 
 def rounded(data: Any, dtype: str) -> np.ndarray:
@@ -68,8 +76,8 @@ class Value:
     def reshape(self, shape: Sequence[int]) -> "Value":
         return Value(self.data.reshape(shape), self.dtype)
 
-    def permute(self, *order: int) -> "Value":
-        return Value(self.data.transpose(order), self.dtype)
+    def permute(self, *order: Any) -> "Value":
+        return Value(self.data.transpose(*order), self.dtype)
 
     def split(self) -> tuple["Value", "Value"]:
         return Value(self.data[..., 0], self.dtype), Value(self.data[..., 1], self.dtype)
@@ -108,7 +116,7 @@ class Memory:
     def __init__(self, tensor: Tensor) -> None:
         self.whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         wide = self.whole.float() if tensor.is_floating_point() else self.whole.long()
-        self.dtype, self.data = DTYPES[tensor.dtype], wide.numpy().copy()
+        self.dtype, self.data = Dtype(DTYPES[tensor.dtype]), wide.numpy().copy()
         self.written = np.zeros(len(self.data), bool)
 
 
@@ -135,18 +143,23 @@ class Shared:
     def __init__(self, data: np.ndarray, dtype: str) -> None:
         self.data, self.dtype = data, dtype
 
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def _part(self, data: np.ndarray) -> "Shared":
+        return Shared(data, self.dtype)
+
     def index(self, stage: Any) -> "Shared":
         assert 0 <= int(stage) < len(self.data)
-        return Shared(self.data[int(stage)], self.dtype)
+        return self._part(self.data[int(stage)])
 
     def slice(self, start: int, length: int, axis: int) -> "Shared":
         assert start + length <= self.data.shape[axis]
-        return Shared(
-            self.data[start : start + length] if axis == 0 else self.data[:, start : start + length], self.dtype
-        )
+        return self._part(self.data[start : start + length] if axis == 0 else self.data[:, start : start + length])
 
     def permute(self, order: Sequence[int]) -> "Shared":
-        return Shared(self.data.transpose(order), self.dtype)
+        return self._part(self.data.transpose(order))
 
     def load(self, layout: Any) -> Value:
         return Value(self.data.copy(), self.dtype)
@@ -196,6 +209,7 @@ class Language:
 
     int32, int64, float32 = "i32", "i64", "f32"
     static_range = range
+    names: Mapping[str, Any] = {}  # what else a kernel's module imports
 
     def __init__(self, program: int, programs: Sequence[int]) -> None:
         self.program, self.programs = program, programs
@@ -273,7 +287,7 @@ def mma_v2(a: Value, b: Value, acc: Value) -> Value:
 @contextmanager
 def in_python(modules: Sequence[ModuleType], language: Language, copies: AsyncCopy) -> Iterator[None]:
     """Lets the kernels of these modules run as Python functions."""
-    replaced = {"gl": language, "tl": language, "async_copy": copies, "mma_v2": mma_v2}
+    replaced = {"gl": language, "tl": language, "async_copy": copies, "mma_v2": mma_v2, **language.names}
     with ExitStack() as stack:
         for module in modules:
             of_module = {name: value.fn for name, value in vars(module).items() if isinstance(value, JITFunction)}
@@ -286,23 +300,44 @@ def in_python(modules: Sequence[ModuleType], language: Language, copies: AsyncCo
 
 
 def run(
-    modules: Sequence[ModuleType], kernel: Any, grid: Sequence[int], *arguments: Any, late: bool, **options: Any
+    modules: Sequence[ModuleType],
+    kernel: Any,
+    grid: Sequence[int],
+    *arguments: Any,
+    late: bool,
+    language: Callable[[int, Sequence[int]], Language] = Language,
+    descriptor: Callable[[Blocks, Memory], Any] | None = None,
+    **options: Any,
 ) -> None:
-    """Runs a launch (`core_triton.launch.launch`) and writes its results to the tensors among the arguments."""
+    """Runs a launch (`core_triton.launch.launch`) and writes its results to the tensors among the arguments.
+
+    Args:
+        modules: that the kernel's functions are in.
+        kernel, grid, arguments, options: those of `launch`.
+        late: asynchronous copies are done as late as their waits allow.
+        language: makes the language of a program, given its number and the grid.
+        descriptor: makes the argument of a kernel for `Blocks`.
+    """
     memories: dict[int, Memory] = {}
 
     def value_of(argument: Any) -> Any:
         if isinstance(argument, int):
             return Value(argument, "i32" if abs(argument) < 2**31 else "i64")
+        if isinstance(argument, Blocks):
+            assert descriptor is not None
+            return descriptor(argument, memory_of(argument.base))
         tensor, start = argument if isinstance(argument, At) else (argument, 0)
-        memory = memories.setdefault(tensor.untyped_storage().data_ptr(), Memory(tensor))
+        memory = memory_of(tensor)
         return Pointer(memory, Value(tensor.storage_offset() + start * (tensor.stride(0) if start else 0), "i64"))
+
+    def memory_of(tensor: Tensor) -> Memory:
+        return memories.setdefault(tensor.untyped_storage().data_ptr(), Memory(tensor))
 
     values = [value_of(argument) for argument in arguments]
     constexprs = {name: value for name, value in options.items() if name in kernel.arg_names}
     for program in range(int(np.prod(grid))):
         copies = AsyncCopy(late=late)
-        with in_python(modules, Language(program, grid), copies):
+        with in_python(modules, language(program, grid), copies):
             kernel.fn(*values, **constexprs)
         assert not copies.groups, "copies are in flight when a program ends"
     for memory in memories.values():

@@ -152,7 +152,40 @@ TRITON_KERNELS = (
     Mutation("core_triton/ampere_gradients.py", "classes // UNIT * UNIT", "classes", INPUT_GRAD),
     Mutation("core_triton/ampere_gradients.py", "columns * BLOCK_N, 0) +", "columns + BLOCK_N, 0) +", INPUT_GRAD),
     Mutation("core_triton/input_grad.py", "slot = parts + piece", "slot = piece", INPUT_GRAD),
-    # Hopper kernels run only on a GPU. Without a GPU, tests compile them and read their code.
+    # Tests run the Hopper kernels of the gradients in NumPy. The others run only on a GPU: tests compile them and read
+    # their code.
+    Mutation("core_triton/hopper_gradients.py", "exact - high.to(gl.float32)", "exact - exact", INPUT_GRAD),
+    Mutation("core_triton/hopper_gradients.py", "of_e = e.slice(i * PIECE", "of_e = e.slice(0", INPUT_GRAD),
+    Mutation("core_triton/hopper_gradients.py", "wait(0, deps=(acc,)", "wait(1, deps=(acc,)", INPUT_GRAD),
+    Mutation("core_triton/hopper_gradients.py", "128 * ITEMSIZE", "128 * 2", INPUT_GRAD),
+    Mutation("core_triton/hopper_gradients.py", "FIRST + part - 1, ADDS", "FIRST, ADDS", D_WEIGHT),
+    Mutation("core_triton/hopper_gradients.py", "first, tile, d_blocks", "first, done_tile, d_blocks", D_WEIGHT),
+    Mutation("core_triton/hopper_gradients.py", "tma.store_wait(1)", "tma.store_wait(3)", D_WEIGHT),
+    Mutation("core_triton/hopper_gradients.py", "LOADED=0 if first or float32", "LOADED=0 if first", D_WEIGHT),
+    Mutation(
+        "core_triton/ops.py",
+        "layout_of(problem.grad_into).aligned",
+        "True",
+        tests("core_triton_grad_into", "is_aligned"),
+    ),
+    Mutation(
+        "core_triton/plan.py",
+        "hidden % 4 == 0 and key.into",
+        "key.into",
+        tests("core_triton_head_precision", "explain"),
+    ),
+    Mutation(
+        "core_triton/plan.py",
+        "key.splits_head and w.tma_compatible()",
+        "key.splits_head",
+        tests("core_triton_head_precision", "explain"),
+    ),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "first and not d_weight.adds",
+        "first",
+        tests("core_triton_kernels", "all_chunks_add"),
+    ),
     Mutation(
         "core_triton/hopper_common.py",
         "warpgroup_mma_wait(1, deps=[acc])",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 import core_triton
 import jax_pallas
 from benchmarks.chunk_rows import Choice, considered, estimating, fewest_rows, preferring
-from benchmarks.shapes import HEADS
+from benchmarks.shapes import HEADS, Head
 from core_triton.plan import DeviceInfo as TorchDevice
 from core_triton.plan import MatrixLayout as TorchLayout
 from core_triton.plan import PlanKey as TorchKey
 from core_triton.plan import make_plan as make_torch_plan
+from core_triton.tile_config import CLASS_BLOCK, padded
 from jax_pallas.launch import DeviceInfo as JaxDevice
 from jax_pallas.plan import MatrixLayout as JaxLayout
 from jax_pallas.plan import PlanKey as JaxKey
@@ -366,7 +368,26 @@ def test_explain_shows_the_rows(framework: str) -> None:
     explained = EXPLAIN[framework](*arrays, memory_budget=256 * MIB, device="h200")
     rows = plan(framework, 8192, *GEMMA, 256 * MIB).chunks.rows
     assert explained.plan.chunks.rows == rows == 384
-    assert "chunks: 22 of up to 384 rows" in str(explained).splitlines()
+    usual = "chunks: 22 of up to 384 rows"
+    first = "1 of 2048 rows, whose exponentials are in the memory of d_weight until it is written"
+    assert {"torch": f"chunks: {first}, and 16 of 384 rows", "jax": usual}[framework] in str(explained).splitlines()
+
+
+@pytest.mark.parametrize("head", HEADS[:32], ids=lambda head: head.name)
+def test_the_pieces_of_a_first_chunk_fit_where_they_are_stored(head: Head) -> None:
+    for n, mebibytes, gpu in product((300, 2048, 8192), (64, 256, 512), ("h100", "h200")):
+        made = plan("torch", n, head.d, head.v, mebibytes * MIB, gpu=gpu).chunks
+        chunks = made.chunks(n)
+        assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(n))
+        assert all(chunk.stop - chunk.start == made.rows for chunk in chunks[: -1 if made.first_rows else 0])
+        if made.first_rows:
+            pieces = -(-head.v // made.piece)
+            assert made.rows < made.first_rows <= head.d or made.first_rows == n <= head.d
+            assert made.piece % CLASS_BLOCK == 0
+            assert made.first_rows * made.piece <= made.rows * padded(head.v)  # the first piece, in the workspace
+            assert (pieces - 1) * made.piece <= head.v  # the others, in the rows of d_weight of as many classes
+            assert chunks[-1].stop - chunks[-1].start == made.first_rows
+            assert made.bytes <= mebibytes * MIB
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])

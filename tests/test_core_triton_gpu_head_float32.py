@@ -129,6 +129,32 @@ def test_logits_of_a_split_head_have_sixteen_bits(implementation: str) -> None:
     assert_close([stats.target_logit], [exact], 5e-6)  # 2e-3 with a head rounded to bfloat16
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_split_head_of_several_chunks_repeats_bit_for_bit(transposed: bool) -> None:
+    """D and V are no multiples of a tile, and the last chunk of rows is not full."""
+    arrays = gpu_problem(3001, 900, 5004, dtype=torch.float32)
+    arrays["input"] = arrays["input"].detach().bfloat16().requires_grad_()
+    w = arrays["linear_weight"].detach()
+    arrays["linear_weight"] = (w.T.contiguous().T if transposed else w).requires_grad_()
+    options: dict[str, Any] = {"head_precision": "float32", "memory_budget": 2**24}
+    plan = core_triton.explain(arrays["input"], arrays["linear_weight"], **options).plan
+    assert plan.chunks.rows < 3001
+    if plan.hopper:
+        assert plan.d_weight_kernel
+        assert plan.d_input_tiling is not None
+
+    def gradients() -> list[Tensor]:
+        loss = core_triton.linear_cross_entropy(**arrays, **options)
+        return list(torch.autograd.grad(loss, [arrays["input"], arrays["linear_weight"]]))
+
+    first = gradients()
+    for _ in range(3):
+        assert_same(gradients(), first)
+    exact = in_float32(arrays)
+    total("mean", exact, implementation="chunked").backward()
+    assert_close(first, [exact["input"].grad, exact["linear_weight"].grad], ROUNDING[torch.bfloat16])
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_split_head_is_near_a_float32_head(function: str, implementation: str) -> None:

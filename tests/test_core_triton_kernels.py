@@ -49,6 +49,7 @@ class Call(NamedTuple):
         class_weight: whether there are class weights.
         needs_grad: whether d_input and d_weight are computed.
         softcap, smoothing: see LossSpec.
+        splits: whether a float32 head is the sum of two matrices: head_precision "float32".
     """
 
     plan: str
@@ -62,6 +63,7 @@ class Call(NamedTuple):
     softcap: float | None = None
     smoothing: float = 0.0
     implementation: str = "triton"
+    splits: bool = False
 
     def problem(self) -> Problem:
         """Returns the call's arrays. Nothing reads their contents."""
@@ -76,7 +78,12 @@ class Call(NamedTuple):
             target=array(shape.n, dtype=torch.int64),
             row_weight=array(shape.n),
             class_weight=array(shape.v) if self.class_weight else None,
-            spec=LossSpec("sum", label_smoothing=self.smoothing, softcap=self.softcap),
+            spec=LossSpec(
+                "sum",
+                label_smoothing=self.smoothing,
+                softcap=self.softcap,
+                head_precision="float32" if self.splits else "input",
+            ),
             classes=shape.v,
         )
 
@@ -143,10 +150,13 @@ CALLS = {
     "train-options": Call("stats", "gemma2-2b", bias=True, softcap=30.0),
     "train-smoothing": Call("train", "qwen2.5-0.5b", bias=True, softcap=30.0, smoothing=0.1, class_weight=True),
     "train-long": Call("train", "long"),
+    "train-pieces": Call("train", "v256000"),
     "train-transposed": Call("train", "qwen2.5-0.5b", transposed=True),
     "stats-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0),
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
     "train-head32": Call("train", "llama3-8b", head=torch.float32),
+    "train-split": Call("train", "llama3-8b", head=torch.float32, splits=True),
+    "split-transposed": Call("train", "qwen2.5-0.5b", head=torch.float32, splits=True, transposed=True),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
     "options-fp16": Call("stats", "gemma2-2b", torch.float16, bias=True, softcap=30.0),
     "smoothing-fp16": Call("train", "qwen2.5-0.5b", torch.float16, smoothing=0.1),
@@ -207,6 +217,8 @@ FOR_HOPPER = (
     "train-long",
     "train-transposed",
     "train-head32",
+    "train-split",
+    "split-transposed",
     "entropy",
     "eval",
     "eval-fp32",
@@ -374,7 +386,9 @@ def test_what_a_call_launches_compiles_and_fits(arch: int, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "train-options", "train-smoothing", "train-transposed", "eval"])
+@pytest.mark.parametrize(
+    "name", ["train", "train-options", "train-smoothing", "train-transposed", "train-split", "eval"]
+)
 def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
     for launch in launches(90, name):
         if "hopper" in launch.kernel.__module__ and multiplies(launch):
@@ -394,6 +408,36 @@ def test_d_weight_is_loaded_or_added_in_l2(in_l2: float) -> None:
     assert_overlaps(launch)
     assert compiled.ptx.count("cp.reduce.async.bulk.tensor") == 4 * (4 - loaded)
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", compiled.ptx)) == 4 * loaded
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize("name", ["train-split", "split-transposed"])
+def test_gradients_of_a_split_head_on_hopper_keep_all_in_registers(name: str) -> None:
+    chosen = {launch for launch in launches(90, name) if launch.kernel.__module__ == hopper_gradients.__name__}
+    assert {launch.kernel.__name__ for launch in chosen} == {"d_weight_kernel", "d_input_kernel"}
+    for launch in chosen:
+        assert_fits(launch, 90)
+        compiled, switches = compile_launch(launch, 90), dict(launch.constexprs)
+        assert not compiled.stack, f"{launch.name} spills registers"
+        assert_overlaps(launch)  # ptxas serializes matmuls whose operands it cannot keep in registers
+        if launch.kernel is hopper_gradients.d_input_kernel:  # both parts of four pieces of a step, by two warpgroups
+            assert compiled.ptx.count("wgmma.mma_async") == 16
+        else:  # two quarters at once, two under the next matmul, and these again at the end
+            reduced = compiled.ptx.count("cp.reduce.async.bulk.tensor")
+            assert reduced == (12 if switches["ADDS"] else 0)
+
+
+def test_all_chunks_add_to_the_float32_buffer_of_the_caller() -> None:
+    needs_grad = NeedsGrad(True, True, False)
+    with fake_gpu(90) as launched:
+        problem = Call("train", "qwen2.5-0.5b").problem()
+        problem = replace(problem, grad_into=array(*problem.linear_weight.shape))
+        plan = ops.plan_for(problem, "loss_and_gradients", DEFAULT, "triton", needs_grad)
+        scaled_exp(replace(problem, plan=plan), needs_grad, statistics=0)
+    found = [dict(one.constexprs) for one in launched if one.kernel is hopper_gradients.d_weight_kernel]
+    assert len(found) > 1
+    assert {(one["ADDS"], one["LOADED"]) for one in found} == {(True, 0)}
 
 
 @pytest.mark.parametrize(("gpu", "loaded"), [("H100", [0, 0, 4]), ("H200", [4, 0, 2])])
@@ -543,6 +587,7 @@ def calls_of(shape: str) -> tuple[Call, ...]:
         Call("none", shape),
         Call("none", shape, needs_grad=(True, False)),
         Call("log_probs", shape, torch.float16),
+        Call("train", shape, head=torch.float32, splits=True),
     )
 
 
@@ -610,7 +655,7 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
-@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "train-fp16", "eval"])
+@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "train-pieces", "train-fp16", "eval"])
 def test_calls_that_can_be_replayed_only_allocate_and_launch(name: str) -> None:
     """Otherwise `replay.Recorder` records nothing, and each call takes the host time of the first."""
     with fake_gpu(90), Meter() as meter:
