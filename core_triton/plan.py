@@ -260,7 +260,7 @@ def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
         return f"needs a bfloat16 input, got {x.dtype}"
     if plan.path != "scaled_exp":
         return f"needs fewer than {tile_config.MAX_STRIDE} classes on this GPU, got {key.classes}"
-    if not key.d_input or plan.d_input_tiling is not None:
+    if not key.d_input or (plan.d_input_tiling is not None and not key.splits_head):
         return None
     if w.dtype != x.dtype:
         return f"needs a {x.dtype} linear_weight for the gradient of input, got {w.dtype}"

@@ -147,6 +147,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"needs a bfloat16 linear_weight for the gradient of input, got float32",
     ),
+    (
+        {"dtypes": (torch.bfloat16, torch.float32), "head_precision": "float32"},
+        ValueError,
+        r"needs a bfloat16 linear_weight for the gradient of input, got float32",
+    ),
     ({"with_entropy": True}, ValueError, r"has no gradient of the entropy \(with_entropy, or an entropy_weight\): its"),
     ({"with_entropy": True, "reduction": "none"}, ValueError, r"has no gradient of the entropy \(with_entropy"),
     ({"d": 20}, ValueError, r"rows start at multiples of 16 bytes for the gradient of input, got shape \(100, 20\)"),
