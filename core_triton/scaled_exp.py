@@ -112,7 +112,7 @@ def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None = None
     assert plan.tile is not None
     config, rows = plan.scaled_exp_config, plan.scaled_exp_config.rows
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
-    chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(config.most_rows, plan.tile.block_n), None
+    chunks, row_blocks, hit = len(config.chunks(len(target))), cdiv(config.most_rows, plan.tile.block_n), None
     zeros = count.new_empty(chunks * (row_blocks + 2 + plan.fits_float16))
     flags = zeros[2 * chunks :][: chunks * row_blocks]
     half = plan.tile.block_n // 2
@@ -120,7 +120,7 @@ def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None = None
     if plan.hopper and not plan.casts_head and hits and (rows >= half or chunks <= 1):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
         class_blocks = cdiv(problem.classes, plan.tile.block_v)
-        hit = count.new_empty(cdiv(chunks * _half_tiles(problem, rows) + class_blocks, 4))
+        hit = count.new_empty(cdiv(cdiv(len(target), rows) * _half_tiles(problem, rows) + class_blocks, 4))
     found = PackedRows(
         torch.empty_like(target),
         torch.empty_like(target),
@@ -411,7 +411,11 @@ def _run(
     report = ranges.current()
     if report is not None:
         shift = rows.float16.shift if rows.float16 is not None and any(needs_grad) else None
-        report.add(rows.flag, shift, rows.count)
+        flag = rows.flag
+        if config.first_rows:  # the other chunks have fewer row blocks
+            assert plan.tile is not None
+            flag = torch.cat([flag[:-1, : cdiv(config.rows, plan.tile.block_n)].flatten(), flag[-1]])
+        report.add(flag, shift, rows.count)
     loss, row_weight = rows.loss_out, problem.row_weight
     if hook is not None:
         assert hook.gradient_weight is not None
