@@ -354,7 +354,8 @@ def choose_scaled_exp(
         return max(1, waves * programs // row_blocks) * block_v if waves else head_rows
 
     def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int, first_rows: int = 0) -> ScaledExpConfig:
-        head_rows, most_rows = whole_waves(rows, head_rows), max(rows, first_rows)
+        most_rows = max(rows, first_rows)
+        head_rows = whole_waves(first_rows if first_rows == tokens else rows, head_rows)
         d_input_rows = tile_rows if tiling else rows if needs_cast else min(rows, D_INPUT_ROWS)
         d_input_scratch = d_input_elements(rows, first_rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)

@@ -159,6 +159,7 @@ def test_vocabulary_chunks_are_whole_waves_of_tiles_or_the_whole_head(n: int, d:
     assert config.bytes <= DEFAULT_MEMORY_BUDGET
     assert (config.head_rows == v) == whole
     if not whole:
-        tiles = config.head_rows // tile.block_v * -(-config.rows // tile.block_n)
+        rows = n if config.first_rows == n else config.rows
+        tiles = config.head_rows // tile.block_v * -(-rows // tile.block_n)
         waves = -(-tiles // explained.programs)
         assert tiles / explained.programs / waves > 0.95
