@@ -2,8 +2,8 @@
 
 A change of the code that launches kernels changes the `code_hash` of measured rows, even if the calls launch the same
 machine code with the same arguments. This command records what calls of the grid do on an H100 and an H200, in the
-checkout and in an older commit. If there is no difference, it adds the two hashes to
-benchmarks/results/same-launches.json. `--resume` then keeps the rows of the older code.
+checkout and in an older commit. It adds the two hashes to benchmarks/results/same-launches.json, with the calls that
+are the same if others differ. `--resume` then keeps the rows of the older code that are of these calls.
 
 A recorded call is the forward and backward pass of the mean loss without arrays, so no GPU is needed. Of core_triton
 every call of the grid is compared: all launches in order, with their grids, arguments and PTX, and the library's
@@ -70,25 +70,29 @@ def _compared(step: Step) -> list[tuple[str, str]]:
 
 
 class Comparison(NamedTuple):
-    """The differences of two recordings, and the counts of the new one: calls, launches, distinct kernels."""
+    """The differences of two recordings, the calls that have none, and the counts of these: calls, launches, distinct
+    kernels."""
 
     differences: list[str]
+    same: list[str]
     counts: dict[str, int]
 
 
 def compare(old: Iterable[str], new: Iterable[str]) -> Comparison:
     """Compares the lines of two recordings."""
-    differences, kernels, calls, launches = [], set(), 0, 0
+    differences, same, kernels, launches = [], [], set(), 0
     for lines in zip_longest(old, new, fillvalue='{"call": "no call", "steps": []}'):
         before, after = map(json.loads, lines)
-        calls, launches = calls + 1, launches + len(after["steps"])
-        kernels |= {(step["kernel"], step[CODE]) for step in after["steps"] if CODE in step}
         found = difference(before["steps"], after["steps"])
         if before["call"] != after["call"]:
             found = f"another call, {after['call']}"
         if found is not None:
             differences.append(f"{before['call']}: {found}")
-    return Comparison(differences, {"calls": calls, "launches": launches, "kernels": len(kernels)})
+            continue
+        same.append(after["call"])
+        launches += len(after["steps"])
+        kernels |= {(step["kernel"], step[CODE]) for step in after["steps"] if CODE in step}
+    return Comparison(differences, same, {"calls": len(same), "launches": launches, "kernels": len(kernels)})
 
 
 def export(commit: str, folder: Path, *paths: str) -> None:
@@ -114,7 +118,8 @@ def versions_of(framework: str) -> dict[str, str]:
 
 
 def run(commit: str, framework: str, scratch: Path) -> int:
-    """Compares a commit with the checkout, and writes the pair if they are the same; returns 1 if they are not."""
+    """Compares a commit with the checkout, and writes the pair, of the calls that are the same; returns 1 if some calls
+    differ."""
     code, benchmark = scratch / "code", scratch / "benchmark"
     export(commit, code, results.KERNELS[framework], "linear_ce")
     export(commit, benchmark, "benchmarks/*.py")
@@ -142,16 +147,17 @@ def run(commit: str, framework: str, scratch: Path) -> int:
     if any(statuses):
         raise SystemExit("one of the commits could not be recorded")
     with outputs[0].open() as before, outputs[1].open() as after:
-        differences, counts = compare(before, after)
+        differences, same, counts = compare(before, after)
     if differences:
-        print(f"{len(differences)} of {counts['calls']} calls differ, among them:")
+        print(f"{len(differences)} of {len(differences) + len(same)} calls differ, among them:")
         print("\n".join(differences[:MOST_DIFFERENCES]))
+    if not same:
         return 1
     pair = {"old": old, "new": new, "old_commit": commit, "new_commit": results.commit(), **counts}
-    pair |= {"versions": versions, "date": results.now()} | ({"only": unknown} if framework == "jax" else {})
-    add(pair, framework)
+    only = {"only": same} if framework == "jax" or differences else {}
+    add(pair | {"versions": versions, "date": results.now()} | only, framework)
     print(f"{old} and {new} launch the same: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
-    return 0
+    return int(bool(differences))
 
 
 def add(pair: dict[str, Any], framework: str) -> None:

@@ -17,6 +17,9 @@ steps for each chunk of rows:
     d_weight += E^T (rho x)                           `_add_d_weight`
     d_input = rho (E W) + theta w_target              `_store_d_input`
 
+A first chunk may be larger than the others, with most of its exponentials in the memory of d_weight, which is not
+written yet (`StoredExponentials`). Its d_input is computed before its d_weight.
+
 At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, for
 bfloat16 and float16. It stores only the sums.
 

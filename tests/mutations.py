@@ -891,6 +891,28 @@ BATCH_INVARIANT = (
     Mutation("jax_pallas/plan.py", "\n    if w.dtype != x.dtype:", "\n    if False:", PALLAS_INVARIANT_ERRORS),
 )
 
+IN_PIECES = tests("core_triton_interpreted", "pieces")
+D_INPUT_OF_PIECES = tests("core_triton_input_grad", "test_d_input and 256")
+FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
+FIRST_CHUNK = (
+    Mutation("core_triton/scaled_exp.py", "in reversed(e.pieces(classes))", "in e.pieces(classes)", IN_PIECES),
+    Mutation("core_triton/scaled_exp.py", "if d_input is not None and in_pieces:", "if False:", IN_PIECES),
+    Mutation("core_triton/scaled_exp.py", "if not plan.holds_rows or in_pieces:", "if not plan.holds_rows:", IN_PIECES),
+    Mutation(
+        "core_triton/scaled_exp.py", "self.others[place - 1, :n, within]", "self.others[0, :n, within]", IN_PIECES
+    ),
+    Mutation("core_triton/row_kernels.py", "target < piece, place, later", "target < piece, place, place", IN_PIECES),
+    Mutation("core_triton/row_kernels.py", "(target // piece - 1)", "(target // piece)", IN_PIECES),
+    Mutation("core_triton/hopper_gradients.py", "elif k < last:", "elif k < last + 1:", D_INPUT_OF_PIECES),
+    Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),
+    Mutation("core_triton/hopper_gradients.py", "[row, k - last]", "[row, k - piece]", D_INPUT_OF_PIECES),
+    Mutation("core_triton/tile_config.py", "max(0, -(-(tokens - room) // usual.rows))", "0", FIRST_CHUNKS),
+    Mutation("core_triton/tile_config.py", "// first_rows // whole * whole", "// rows // whole * whole", FIRST_CHUNKS),
+    Mutation(
+        "core_triton/tile_config.py", "if one.piece > 0 and one.bytes <= enough", "if one.piece > 0", FIRST_CHUNKS
+    ),
+)
+
 FITS = tests("core_triton_interpreted", "fit_in_float16")
 JAX_FITS, JAX_FITS_PLAN = ("tests/test_jax_pallas_float16.py",), tests("jax_pallas_plan", "test_paths")
 FLOAT16 = (
@@ -955,7 +977,7 @@ PASSES = (
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
-    *(*ENTROPY_LOSSES, *FLOAT16, *PASSES),
+    *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *PASSES),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 
