@@ -103,30 +103,33 @@ class TileBlocks(NamedTuple):
         return (described,) if self.gluon else (described, None)
 
 
-def _blocks(problem: Problem, *, repair: bool = False, crowded: bool = False) -> TileBlocks:
+def _blocks(problem: Problem, *, repair: bool = False, splits: bool = False, crowded: bool = False) -> TileBlocks:
     """Returns the blocks and constexprs of the kernels of this file.
 
     With `repair` tiles have half the rows, because they are halves of the tiles of the sm_90 kernels. A program may
-    then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor. A kernel is
-    `crowded` if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps.
+    then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor. With `splits` it
+    reads a float32 head, whose tiles take twice the memory and whose parts take more registers. A kernel is `crowded`
+    if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps.
     """
     plan = plan_of(problem)
     tile = plan.tile
     assert tile is not None
     block_n = tile.block_n // 2 if repair else tile.block_n
+    block_d = tile.block_d // 2 if splits else tile.block_d
     num_warps = 8 if crowded and plan.pointers else tile.num_warps
     constexprs = {
         "BLOCK_N": block_n,
         "BLOCK_V": tile.block_v,
-        "BLOCK_D": tile.block_d,
+        "BLOCK_D": block_d,
         "num_warps": num_warps,
         "num_stages": tile.num_stages,
+        **({"SPLITS": True} if splits else {}),
         **({"maxnreg": 255} if repair else {}),
         **({"arch": plan.arch} if plan.arch else {}),
     }
     return TileBlocks(
-        (block_n, tile.block_d),
-        (tile.block_v, tile.block_d),
+        (block_n, block_d),
+        (tile.block_v, block_d),
         (block_n, tile.block_v),
         constexprs,
         pointers=plan.pointers,
@@ -249,11 +252,12 @@ def store_rows(matrix, stride, values, stored, row, column, rows, columns):
 def logits_tile(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
     W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr = False,
 ):  # fmt: skip
     """Returns the tile of logits at (row, column), (BLOCK_N, BLOCK_V) float32: (1), (2).
 
-    Columns past `classes` are 0 if w is stored by class and x is finite. Otherwise they are undefined.
+    Columns past `classes` are 0 if w is stored by class and x is finite. Otherwise they are undefined. With SPLITS w is
+    float32 and the sum of two matrices of x's dtype: (39).
     """
     raw = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for k in range(0, hidden, BLOCK_D):
@@ -262,9 +266,15 @@ def logits_tile(
             w = load_block(w_matrix, w_stride, column, k, classes, hidden, BLOCK_V, BLOCK_D).T  # (BLOCK_D, BLOCK_V)
         else:
             w = load_block(w_matrix, w_stride, k, column, hidden, classes, BLOCK_D, BLOCK_V)
+        if SPLITS:
+            exact = w
+            w = exact.to(x.dtype)
+            low = (exact - w.to(tl.float32)).to(x.dtype)
         if INTERPRETED:
             x, w = x.to(tl.float32), w.to(tl.float32)
         raw = tl.dot(x, w, raw, input_precision="ieee")  # for the interpreter, whose operands are float32
+        if SPLITS:
+            raw = tl.dot(x, low.to(x.dtype), raw, input_precision="ieee")
     if HAS_BIAS:
         columns = column + tl.arange(0, BLOCK_V)
         raw += tl.load(bias_ptr + columns, mask=columns < classes, other=0.0).to(tl.float32)[None, :]
@@ -435,6 +445,7 @@ def repair_kernel(
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr,
     BY_ROW: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, TOP_EXPONENT: tl.constexpr = 0,
+    SPLITS: tl.constexpr = False,
 ):  # fmt: skip
     """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
 
@@ -468,7 +479,7 @@ def repair_kernel(
             row, column = row_block * BLOCK_N, class_block * BLOCK_V
             logits = logits_tile(
                 x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
-                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
+                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D, SPLITS,
             )  # fmt: skip
             row_ids = row + tl.arange(0, BLOCK_N)
             columns = column + tl.arange(0, BLOCK_V)
@@ -542,12 +553,14 @@ def repair(
     redoes: bool,
     by_row: bool,
 ) -> None:
-    """Launches `repair_kernel`."""
+    """Launches `repair_kernel`. w is a vocabulary chunk of the head in x's dtype, or of one that is split."""
     pointers = target, ref_exponent, top, flag, ticket, sums, of_logits, target_logit
     switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": statistics, "BY_ROW": by_row}
-    blocks = _blocks(problem, repair=True)
+    splits = w.dtype != x.dtype
+    blocks = _blocks(problem, repair=True, splits=splits)
     if plan_of(problem).fits_float16:
         blocks.constexprs["TOP_EXPONENT"] = TOP_EXPONENT
+    x = x[:, : w.shape[1]] if splits else x  # once, without the copy beside it
     launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)
 
 

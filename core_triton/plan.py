@@ -136,6 +136,7 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
+        reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
     """
 
     implementation: str
@@ -160,6 +161,7 @@ class ExecutionPlan:
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
+    reads_split_head: bool = False
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -372,8 +374,9 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         ampere = pointers and key.device.type == "cuda"
         ampere_tile = tile_config.choose_ampere_tile(tile, capability) if ampere else None
         tiling = None
-        # Our kernel reads a float32 head itself and splits it.
-        splits = hopper and key.splits_head and w.tma_compatible()
+        # Our kernels of d_input and of repairs read a float32 head themselves and split it.
+        reads_split_head = key.splits_head and w.tma_compatible(pointers=pointers)
+        splits = hopper and reads_split_head
         if splits or ((hopper or ampere) and not casts_head):
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
         float32_d_weight = key.grad_into or key.splits_head
@@ -442,6 +445,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             gpu=key.device.gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
             matmuls=matmuls, smooths=key.label_smoothing != 0, fits_float16=fits_float16,
+            reads_split_head=reads_split_head,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,

@@ -27,6 +27,7 @@ A token loss needs the log-probabilities of a chunk before the factors of its ro
 runs twice (`_weights_of_token_loss`).
 """
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -538,12 +539,12 @@ def _store_exponentials(
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None
-    number, first_block = start // config.rows, 0
+    number = start // config.rows
     of_logits, by_row = statistics & OF_BLOCKS, statistics & BY_ROW != 0
-    pieces: list[tuple[slice, dict[str, Any]]] = []
-    for vocab_chunk in _vocab_chunks(problem, config, e):
+
+    def options_of(vocab_chunk: slice, first_block: int) -> tuple[slice, dict[str, Any]]:
         place = first_block * n
-        options = {
+        return vocab_chunk, {
             "target": At(rows.target, start),
             "ref_exponent": At(rows.ref_exponent, start),
             "flag": At(rows.flag, number),
@@ -553,8 +554,10 @@ def _store_exponentials(
             "target_logit": At(rows.target_logit, start),
             "e": None if e is None else e.of(vocab_chunk),
         }
-        pieces.append((vocab_chunk, options))
-        first_block += cdiv(vocab_chunk.stop - vocab_chunk.start, plan.tile.block_v)
+
+    vocab_chunks, block_v = _vocab_chunks(problem, config, e), plan.tile.block_v
+    blocks = [cdiv(vocab_chunk.stop - vocab_chunk.start, block_v) for vocab_chunk in vocab_chunks]
+    pieces = list(map(options_of, vocab_chunks, accumulate(blocks, initial=0)))
     for vocab_chunk, options in pieces:
         # The head's chunk may be a copy: it is freed before the next one is made.
         if plan.hopper:
@@ -569,14 +572,19 @@ def _store_exponentials(
             module = ampere_logits if plan.ampere_tile is not None else kernels
             module.exponentials(problem, x, head_of(problem, vocab_chunk), vocab_chunk, active, **options)
     if by_row:
-        row_statistics.keep_rows(n, first_block, sums=At(scratch, 0), top=At(rows.top, start))
+        row_statistics.keep_rows(n, sum(blocks), sums=At(scratch, 0), top=At(rows.top, start))
+    whole_blocks = config.head_rows >= problem.classes or config.head_rows % block_v == 0
+    reads = plan.reads_split_head and whole_blocks  # no copies, so no vocabulary chunks
+    if reads:
+        whole = problem.vocab_chunks(problem.classes) if e is None else e.pieces(problem.classes)
+        pieces = [options_of(piece, piece.start // block_v) for piece in whole]
     # The new reference exponents need the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
         for vocab_chunk, options in pieces:
             kernels.repair(
                 problem,
                 x,
-                head_of(problem, vocab_chunk, options["flag"]),
+                problem.linear_weight[vocab_chunk] if reads else head_of(problem, vocab_chunk, options["flag"]),
                 vocab_chunk,
                 **options,
                 top=At(rows.top, start),
