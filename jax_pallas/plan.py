@@ -337,7 +337,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         d_weight_starts = (
             key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
         )
-        d_weight_starts &= not (key.grad_into or key.splits_head)
+        d_weight_starts &= not key.grad_into
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )

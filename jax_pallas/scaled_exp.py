@@ -212,10 +212,9 @@ def _run(
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:
         sums = problem.grad_into
-        if sums is None and problem.spec.splits_head:
-            sums = jnp.zeros_like(problem.linear_weight)
-        elif sums is None:  # overwritten by the first chunk
-            sums = lax.empty(problem.linear_weight.shape, problem.input.dtype)
+        if sums is None:  # overwritten by the first chunk
+            dtype = jnp.float32 if problem.spec.splits_head else problem.input.dtype
+            sums = lax.empty(problem.linear_weight.shape, dtype)
         carry = carry._replace(d_weight=sums)
     # XLA's GEMM adds to d_weight in place only inside a loop.
     unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel
@@ -578,9 +577,10 @@ def _add_d_weight(
             vocab_axis=axis,
             in_l2=share_added_in_l2(chunk.size, plan.gpu),
             rows=chunk.size,
-            old=None if first and not plan.d_weight_starts and d_weight.dtype != jnp.float32 else d_weight,
+            old=None if first and not plan.d_weight_starts and problem.grad_into is None else d_weight,
             starts=first if plan.d_weight_starts else None,
             power=power,
+            float32=d_weight.dtype == jnp.float32,
         )
     scaled = Slice(start, chunk.size, None).of(x)
     pair = (e, scaled) if axis == 0 else (scaled, e)
