@@ -352,8 +352,8 @@ def add_d_weight(
             `vocab_axis` is 1 it is a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a
             multiple of 16 bytes.
         power: () float32, a factor of e^T @ x before it is rounded; None is 1.
-        float32: the result is float32, and not of e's dtype. Then V is a multiple of 8 unless `vocab_axis` is 1, and all
-            of each tile is added to `old` in L2.
+        float32: the result is float32, and not of e's dtype. Then V is a multiple of 8 unless `vocab_axis` is 1, and
+            all of each tile is added to `old` in L2.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     if e.shape[1] != padded(classes):
@@ -478,8 +478,8 @@ class DInputKernel:
 
     @property
     def piece(self) -> int:
-        """Rows that are stored at a time."""
-        return math.gcd(self.schedule.tile_rows, HALF)
+        """Rows that are stored at a time: fewer where two numbers are held of each, so that no registers spill."""
+        return math.gcd(self.schedule.tile_rows, HALF // (1 + self.splits_head))
 
     def tile_at(self, tile: Any) -> tuple[Any, Any]:
         """Returns the first row and column of D of a tile."""
@@ -627,13 +627,15 @@ def multiply_split_unit(
             when(last)(lambda: clear_after(w, kernel.kept, layout))
         whole = plgpu.layout_cast(plgpu.load(w, layout=layout), plgpu.Layout.WGMMA)
         plgpu.wgmma_wait(1)  # the first matmul of the step before is done
-        high = lax.optimization_barrier(whole.astype(jnp.bfloat16))
+        high = whole.astype(jnp.bfloat16)
         plgpu.barrier_wait(ring.full.at[slot])
         plgpu.wgmma(acc, operand(high, 0), e)
         plgpu.wgmma_wait(1)  # so is the second
         if releases:
             plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
-        low = (whole - high.astype(jnp.float32)).astype(jnp.bfloat16)
+        # Rounded again: 16-bit registers of both uses would take the place of others, which would be spilled.
+        whole = lax.optimization_barrier(whole)
+        low = (whole - whole.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
         plgpu.wgmma(acc, operand(low, 1), e)
         # Only here, where all numbers are in use: the assembler does not wait for a load before an arrival.
         plgpu.barrier_arrive(head.empty.at[of_head])
@@ -758,7 +760,7 @@ def store_d_input(
     Args:
         e: (n or more, padded(classes)) of 16 bits, zeros past the classes.
         w: (V, D) of e's dtype, or float32, for vocab_axis 0, (D, V) for 1. Classes past K may hold anything. In float32
-            V is a multiple of 8, and of 32 for vocab_axis 1.
+            V is a multiple of 8, and of 32 for vocab_axis 1: TMA copies such a head in tiles of 8 rows and 32 columns.
         held: (N, D) of e's dtype; rows start : start + n of it hold the targets' rows of w.
         rho, theta: (n,) float32. Where one is 0 its term is left out, even if the other factor is NaN.
         start: () int32.
@@ -802,5 +804,7 @@ def store_d_input(
     parts = run_kernel(body, "d_input", operands, results, scratch, (programs(),), interpret)
     if parts:
         body, grid = partial(d_input_sum_kernel, kernel), (schedule.split_tiles, schedule.tile_rows // kernel.piece)
-        run_kernel(body, "d_input_sum", (start, *parts, *factors, *rows_held), [], finishing, grid, interpret, threads=2)
+        run_kernel(
+            body, "d_input_sum", (start, *parts, *factors, *rows_held), [], finishing, grid, interpret, threads=2
+        )
     return jax.freeze(ref)
