@@ -540,6 +540,7 @@ class DInputIO(NamedTuple):
     buffers: Any  # as registers do
     came: Any  # (2,): what was held is in the buffer
     low_ref: Any = None  # (n, D): what is added to the chunk's rows of held
+    low_views: Any = None  # its buffers, as TMA and as registers take them
 
 
 def d_input_warpgroup(
@@ -662,14 +663,15 @@ def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
     place = io.held_ref.at[pl.ds(io.start + row, rows), pl.ds(d, HALF)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.copy_gmem_to_smem(place, moved, io.came.at[warpgroup])
+    if io.low_ref is not None:
+        source = io.low_ref.at[pl.ds(row, rows), pl.ds(d, HALF)]
+        plgpu.copy_gmem_to_smem(source, io.low_views[0].at[warpgroup], io.came.at[warpgroup])
     plgpu.barrier_wait(io.came.at[warpgroup])
     buffer = buffer.transpose((1, 0))
     total, held = jnp.zeros_like(sums), plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
     if io.low_ref is not None:
-        plgpu.commit_smem()  # all have read it
-        plgpu.copy_gmem_to_smem(io.low_ref.at[pl.ds(row, rows), pl.ds(d, HALF)], moved, io.came.at[warpgroup])
-        plgpu.barrier_wait(io.came.at[warpgroup])
-        held = held.astype(jnp.float32) + plgpu.load(buffer, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        low = plgpu.load(io.low_views[1].at[warpgroup].transpose((1, 0)), layout=plgpu.Layout.WGMMA)
+        held = held.astype(jnp.float32) + low.astype(jnp.float32)
     for ref, term in (io.rho_ref, sums), (io.theta_ref, held):
         factor = plgpu.load(ref.at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
         factor = lax.broadcast_in_dim(factor, sums.shape, (1,))
@@ -688,15 +690,15 @@ def d_input_kernel(
     low_ref, rest = (rest[0], rest[1:]) if kernel.splits_head else (None, rest)
     part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
     w_all, e_all, full, empty, buffers, came, *of_head = rest
-    e_views, head, spare = views(e_all, interpret=kernel.interpret), None, None
+    e_views, head, spare, low = views(e_all, interpret=kernel.interpret), None, None, ()
     if kernel.splits_head:
-        of_w, *spares = of_head[:2], *of_head[2:]
-        ring, head = make_ring((None, None), e_views, full, empty), PairRing(w_all, w_all, *of_w)
-        spare = spares[0] if spares else None
+        low_buffers, w_full, w_empty, *spares = of_head
+        ring, head = make_ring((None, None), e_views, full, empty), PairRing(w_all, w_all, w_full, w_empty)
+        spare, low = spares[0] if spares else None, (low_ref, views(low_buffers, interpret=kernel.interpret))
     else:
         ring = make_ring(views(w_all, interpret=kernel.interpret), e_views, full, empty)
     warpgroup, start = lax.axis_index("warpgroup"), start_ref[0]
-    io = DInputIO(start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came, low_ref)
+    io = DInputIO(start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came, *low)
     load = partial(load_d_input, kernel, ring, head, w_ref, e_ref)
     multiply_units = partial(d_input_warpgroup, kernel, ring, head, spare, warpgroup, io, part_ref)
     # The index is read again here: with one read the machine code is not the one that was measured.
@@ -708,7 +710,11 @@ def d_input_sum_kernel(
 ) -> None:  # fmt: skip
     """The fix-up: adds the partial tiles of a piece of a split tile, in order, and finishes it."""
     schedule, piece = kernel.schedule, kernel.piece
-    *low_ref, buffers, came = rest
+    low = ()
+    if kernel.splits_head:
+        low_ref, *rest, low_buffers = rest
+        low = low_ref, views(low_buffers, interpret=kernel.interpret)
+    buffers, came = rest
     warpgroup, index, i = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_index("piece")
     row, d = kernel.tile_at(schedule.full_waves * programs() + index)
 
@@ -731,7 +737,7 @@ def d_input_sum_kernel(
             total = lax.fori_loop(1, jnp.where(split, schedule.tail_factor, 1), add, total)
     row, d = row + i * piece, d + warpgroup * HALF
     moved, buffers = views(buffers, interpret=kernel.interpret)
-    finish(DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low_ref), total, row, d)
+    finish(DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low), total, row, d)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -785,7 +791,7 @@ def store_d_input(
     factors = jnp.pad(rho, (0, after)), jnp.pad(theta, (0, after), constant_values=1.0)
     ref, start = jax.new_ref(held), jnp.asarray(start, jnp.int32)[None]
     buffers = two_views((2, kernel.piece, 64), e.dtype, interpret=interpret)
-    finishing = [buffers, plgpu.Barrier(num_arrivals=1, num_barriers=2)]
+    finishing = [buffers, plgpu.Barrier(num_arrivals=1 + splits_head, num_barriers=2), *[buffers] * splits_head]
     tiles = (2, STEP), (schedule.tile_rows,)
     rings = [two_views((STAGES, *shape, 64), e.dtype, interpret=interpret) for shape in tiles]
     if splits_head:  # rows of 256 bytes are tiled for TMA too
