@@ -28,9 +28,11 @@ from jax_pallas.hopper_common import (
     PIECE,
     PIECES,
     STAGES,
+    PairRing,
     Ring,
     arrive_at_all,
     as_roles,
+    clear_after,
     either,
     in_pieces,
     make_ring,
@@ -48,6 +50,7 @@ from jax_pallas.hopper_common import (
     when,
     zero_piece,
 )
+from jax_pallas.hopper_split_head import HEAD_STAGES, head_slot, multiply_split_unit
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
 
 
@@ -116,15 +119,6 @@ class DWeightKernel:
     @property
     def piece_shape(self) -> tuple[int, int]:
         return in_order(PIECE, HALF, self.vocab_axis)
-
-
-class PairRing(NamedTuple):
-    """Loaded pieces in shared memory, as `Ring`: (stages, 2, ...), one for each warpgroup."""
-
-    moved: Any
-    pieces: Any
-    full: Any
-    empty: Any
 
 
 class DWeightProgram(NamedTuple):
@@ -486,15 +480,6 @@ class DInputKernel:
         return lax.div(tile, self.d_blocks) * self.schedule.tile_rows, lax.rem(tile, self.d_blocks) * D_BLOCK
 
 
-# Steps of a float32 head that are loaded ahead, a power of two. They are free again as soon as their halves are in
-# registers, so fewer are enough than of e.
-HEAD_STAGES = 2
-
-
-def head_slot(number: Any) -> Any:
-    return number & (HEAD_STAGES - 1)
-
-
 def load_d_input(kernel: DInputKernel, ring: Ring, head: PairRing | None, w_ref: Any, e_ref: Any) -> None:
     """The loading warpgroup."""
     schedule = kernel.schedule
@@ -599,63 +584,6 @@ def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
     return acc[...]
 
 
-def multiply_split_unit(
-    acc: Any, kernel: DInputKernel, ring: Ring, head: PairRing, spare: Any, warpgroup: Array, unit: WorkUnit, count: Any
-) -> Array:
-    """Returns what `multiply_unit` returns, of a float32 head: (39). spare: memory in place of registers, (2, 2, HALF,
-    STEP), for the interpreter, which multiplies only what is in memory.
-
-    A step has two matmuls. Their first operand is in registers: the head rounded, and what is left rounded. While one
-    is computed the registers of the other get the next step, so that the tensor cores never wait.
-    """
-    # A thread loads numbers that are next to each other in memory. 16-bit registers change places fast.
-    layout = plgpu.Layout.WGMMA if kernel.vocab_axis else plgpu.Layout.WGMMA_TRANSPOSED
-
-    def operand(part: Array, index: int) -> Any:
-        if spare is None:
-            return part
-        spare[warpgroup, index] = part
-        return spare.at[warpgroup, index]
-
-    def step(s: Any, *, releases: bool = True) -> None:
-        slot, of_head = slot_of(count + s), head_slot(count + s)
-        e = ring.b.at[slot].transpose((1, 0))
-        w = head.pieces.at[of_head, warpgroup]
-        w = w.transpose((1, 0)) if kernel.vocab_axis == 0 else w
-        plgpu.barrier_wait(head.full.at[of_head])
-        if kernel.kept:
-            last = unit.first + s == kernel.schedule.iters_per_tile - 1
-            when(last)(lambda: clear_after(w, kernel.kept, layout))
-        whole = plgpu.layout_cast(plgpu.load(w, layout=layout), plgpu.Layout.WGMMA)
-        plgpu.wgmma_wait(1)  # the first matmul of the step before is done
-        high = whole.astype(jnp.bfloat16)
-        plgpu.barrier_wait(ring.full.at[slot])
-        plgpu.wgmma(acc, operand(high, 0), e)
-        plgpu.wgmma_wait(1)  # so is the second
-        if releases:
-            plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
-        # Rounded again: 16-bit registers of both uses would take the place of others, which would be spilled.
-        whole = lax.optimization_barrier(whole)
-        low = (whole - whole.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
-        plgpu.wgmma(acc, operand(low, 1), e)
-        # Only here, where all numbers are in use: the assembler does not wait for a load before an arrival.
-        plgpu.barrier_arrive(head.empty.at[of_head])
-
-    step(0, releases=False)
-    pl.loop(1, unit.length)(step)
-    plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(ring.empty.at[slot_of(count + unit.length - 1)])
-    return acc[...]
-
-
-def clear_after(w: Any, kept: int, layout: plgpu.Layout = plgpu.Layout.WGMMA) -> None:
-    """Sets the classes after the first `kept` of a step, (HALF, STEP), to 0."""
-    value = plgpu.load(w, layout=layout)
-    index = plgpu.broadcasted_iota(jnp.int32, (HALF, STEP), 1, layout=layout)
-    w[...] = jnp.where(index < kept, value, jnp.zeros_like(value))
-    plgpu.commit_smem()
-
-
 def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
     """Writes rho * sums + theta * held, of (64, rows) sums of columns of D and rows of the chunk from d and row on."""
     warpgroup, rows = lax.axis_index("warpgroup"), sums.shape[1]
@@ -712,8 +640,8 @@ def d_input_sum_kernel(
     schedule, piece = kernel.schedule, kernel.piece
     low = ()
     if kernel.splits_head:
-        low_ref, *rest, low_buffers = rest
-        low = low_ref, views(low_buffers, interpret=kernel.interpret)
+        low = rest[0], views(rest[-1], interpret=kernel.interpret)
+        rest = rest[1:-1]
     buffers, came = rest
     warpgroup, index, i = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_index("piece")
     row, d = kernel.tile_at(schedule.full_waves * programs() + index)

@@ -642,13 +642,13 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/tile_config.py", "* block_v)\n\n    def config", ")\n\n    def config", JAX_SPLIT),
     Mutation("jax_pallas/hopper_tiles.py", "STEP) if repeats else k", "STEP) if False else k", SPLIT_TILES),
     Mutation(
-        "jax_pallas/hopper_gradients.py",
+        "jax_pallas/hopper_split_head.py",
         "(whole - whole.astype(jnp.bfloat16).astype(jnp.float32))",
         "(whole - whole)",
         tests("jax_pallas_hopper_gradients", "d_input_of_a_float32_head and split"),
     ),
     Mutation(
-        "jax_pallas/hopper_gradients.py",
+        "jax_pallas/hopper_split_head.py",
         "when(last)(lambda: clear_after(w, kernel.kept, layout))",
         "pass",
         tests("jax_pallas_hopper_gradients", "d_input_of_a_float32_head and split"),
