@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.tile_config import CLASS_BLOCK, HALF, ROW_BLOCK
+from jax_pallas.tile_config import CLASS_BLOCK, HALF, ROW_BLOCK, STEP
 
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a matmul's accumulator
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one for each column
@@ -84,6 +84,15 @@ class Ring(NamedTuple):
     b_moved: Any
     full: Any  # (STAGES,): the stage is loaded
     empty: Any  # (STAGES,): both warpgroups are done with it
+
+
+class PairRing(NamedTuple):
+    """Loaded pieces in shared memory, as `Ring`: (stages, 2, ...), one for each warpgroup."""
+
+    moved: Any
+    pieces: Any
+    full: Any
+    empty: Any
 
 
 def make_ring(a: tuple[Any, Any], b: tuple[Any, Any], full: Any, empty: Any) -> Ring:
@@ -163,6 +172,14 @@ def in_pieces(acc: Any) -> tuple[Array, ...]:
     """Returns an accumulator (HALF, BLOCK_V) as PIECES of (HALF, PIECE)."""
     sums = acc[...]
     return tuple(sums[:, i : i + PIECE] for i in range(0, BLOCK_V, PIECE))
+
+
+def clear_after(w: Any, kept: int, layout: plgpu.Layout = plgpu.Layout.WGMMA) -> None:
+    """Sets the classes after the first `kept` of a step, (HALF, STEP), to 0."""
+    value = plgpu.load(w, layout=layout)
+    index = plgpu.broadcasted_iota(jnp.int32, (HALF, STEP), 1, layout=layout)
+    w[...] = jnp.where(index < kept, value, jnp.zeros_like(value))
+    plgpu.commit_smem()
 
 
 def zero_piece() -> Array:

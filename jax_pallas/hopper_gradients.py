@@ -28,9 +28,11 @@ from jax_pallas.hopper_common import (
     PIECE,
     PIECES,
     STAGES,
+    PairRing,
     Ring,
     arrive_at_all,
     as_roles,
+    clear_after,
     either,
     in_pieces,
     make_ring,
@@ -48,6 +50,7 @@ from jax_pallas.hopper_common import (
     when,
     zero_piece,
 )
+from jax_pallas.hopper_split_head import HEAD_STAGES, head_slot, multiply_split_unit
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
 
 
@@ -118,15 +121,6 @@ class DWeightKernel:
         return in_order(PIECE, HALF, self.vocab_axis)
 
 
-class OldRing(NamedTuple):
-    """The pieces of old tiles in shared memory, as `Ring`: (OLD_STAGES, 2, ...), one for each warpgroup."""
-
-    moved: Any
-    pieces: Any
-    full: Any
-    empty: Any
-
-
 class DWeightProgram(NamedTuple):
     """A program of `d_weight_kernel`: its tiles, and the memory that its warpgroups share."""
 
@@ -142,7 +136,7 @@ class DWeightProgram(NamedTuple):
     power_ref: Any  # (1,) float32; None: 1
     ring: Ring  # x (STAGES, 2, STEP, HALF), e (STAGES, STEP, BLOCK_V)
     buffers: tuple[Any, Any]  # two for each warpgroup, (2, 2, ...), as TMA and as registers take them
-    old: OldRing | None
+    old: PairRing | None
 
     def tile_at(self, index: Any) -> tuple[Any, Any]:
         """Returns the first column of D and class; the blocks of D come first, so that e is read once and x stays in
@@ -289,7 +283,7 @@ def d_weight_kernel(kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: A
     power_ref, d_weight_ref, *scratch = rest if kernel.has_power else (None, *rest)
     x_all, e_ring, buffers, full, empty, *of_old = scratch
     ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)
-    old = OldRing(*views(of_old[0], interpret=kernel.interpret), *of_old[1:]) if of_old else None
+    old = PairRing(*views(of_old[0], interpret=kernel.interpret), *of_old[1:]) if of_old else None
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     count = lax.div(kernel.tiles - program + kernel.programs - 1, kernel.programs)
     own = DWeightProgram(
@@ -326,6 +320,7 @@ def add_d_weight(
     starts: bool | None = None,
     first_class: Array | None = None,
     power: Array | None = None,
+    float32: bool = False,
     interpret: bool = False,
 ) -> Array:
     """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes: (33).
@@ -343,22 +338,23 @@ def add_d_weight(
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         in_l2: share of each tile that is added to `old` in L2: `gpus.share_added_in_l2`.
         rows: n; None: all rows of e, a multiple of 8.
-        old: what is added to, of the result's shape, e's dtype, or float32, which is all added to in L2, and of which
-            V is a multiple of 8 unless `vocab_axis` is 1. The result takes its place. Without it classes past K get
-            zeros.
+        old: what is added to, of the result's shape and dtype. The result takes its place. Without it classes past K
+            get zeros.
         starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
             kernel both starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
         first_class: () int32, with `old` and without `starts` only: the class of e's first column; None is 0. Where
             `vocab_axis` is 1 it is a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a
             multiple of 16 bytes.
         power: () float32, a factor of e^T @ x before it is rounded; None is 1.
+        float32: the result is float32, and not of e's dtype. Then V is a multiple of 8 unless `vocab_axis` is 1, and
+            all of each tile is added to `old` in L2.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     steps = cdiv(rows or len(e), STEP)
     static_steps, adds = None if starts is not None else steps, old is not None
-    float32 = old is not None and old.dtype == jnp.float32
+    assert old is None or old.dtype == (jnp.float32 if float32 else e.dtype)
     loaded = round(PIECES * (1 - in_l2)) if adds and not float32 else 0  # shared memory has no room for its pieces
     kernel = DWeightKernel(
         static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, float32,
@@ -376,10 +372,11 @@ def _run_d_weight(
     scalars: Array, e: Array, x: Array, power: Array | None, old: Array | None, *, kernel: DWeightKernel
 ) -> Array:
     """Launches `d_weight_kernel`."""
+    dtype = jnp.float32 if kernel.float32 else e.dtype
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=kernel.interpret),
         plgpu.SMEM((STAGES, STEP, BLOCK_V), e.dtype, transforms=transforms(STEP)),
-        two_views((2, 2, *kernel.piece_shape), jnp.float32 if kernel.float32 else e.dtype, interpret=kernel.one_view),
+        two_views((2, 2, *kernel.piece_shape), dtype, interpret=kernel.one_view),
         *ring_barriers(3),
     ]
     if kernel.loaded:
@@ -388,7 +385,7 @@ def _run_d_weight(
     body, grid = partial(d_weight_kernel, kernel), (kernel.programs,)
     operands = (scalars, e, x) if power is None else (scalars, e, x, power)
     if old is None:
-        result = jax.ShapeDtypeStruct(in_order(kernel.vocab, kernel.hidden, kernel.vocab_axis), e.dtype)
+        result = jax.ShapeDtypeStruct(in_order(kernel.vocab, kernel.hidden, kernel.vocab_axis), dtype)
         return run_kernel(body, "d_weight", operands, [result], scratch, grid, kernel.interpret)[0]
     ref = jax.new_ref(old)
     run_kernel(body, "d_weight", (*operands, ref), [], scratch, grid, kernel.interpret)
@@ -462,6 +459,7 @@ class DInputKernel:
         d_blocks: blocks of D.
         vocab_axis: of w.
         kept: classes of the last step, where w goes on after them; 0: all.
+        splits_head: w is float32, and multiplied as the sum of two matrices of e's dtype: (39).
         interpret: whether they run in Pallas' interpreter, on a CPU.
     """
 
@@ -469,21 +467,27 @@ class DInputKernel:
     d_blocks: int
     vocab_axis: int
     kept: int
+    splits_head: bool
     interpret: bool
 
     @property
     def piece(self) -> int:
-        """Rows that are stored at a time."""
-        return math.gcd(self.schedule.tile_rows, HALF)
+        """Rows that are stored at a time: fewer where two numbers are held of each, so that no registers spill."""
+        return math.gcd(self.schedule.tile_rows, HALF // (1 + self.splits_head))
 
     def tile_at(self, tile: Any) -> tuple[Any, Any]:
         """Returns the first row and column of D of a tile."""
         return lax.div(tile, self.d_blocks) * self.schedule.tile_rows, lax.rem(tile, self.d_blocks) * D_BLOCK
 
 
-def load_d_input(kernel: DInputKernel, ring: Ring, w_ref: Any, e_ref: Any) -> None:
+def load_d_input(kernel: DInputKernel, ring: Ring, head: PairRing | None, w_ref: Any, e_ref: Any) -> None:
     """The loading warpgroup."""
     schedule = kernel.schedule
+
+    def load_w(taken: Any, d: Any, into: Any, full: Any) -> None:
+        for i in range(2):
+            source = w_ref.at[in_order(taken, pl.ds(d + i * HALF, HALF), kernel.vocab_axis)]
+            plgpu.copy_gmem_to_smem(source, into.at[i], full)
 
     def one_unit(index: Any, count: Any) -> Any:
         unit = work_unit_of(index, schedule)
@@ -493,15 +497,20 @@ def load_d_input(kernel: DInputKernel, ring: Ring, w_ref: Any, e_ref: Any) -> No
         def _step(step: Any) -> None:
             slot, taken = slot_of(count + step), pl.ds((unit.first + step) * STEP, STEP)
             plgpu.barrier_wait(ring.empty.at[slot])
-            for i in range(2):
-                source = w_ref.at[in_order(taken, pl.ds(d + i * HALF, HALF), kernel.vocab_axis)]
-                plgpu.copy_gmem_to_smem(source, ring.a_moved.at[slot, i], ring.full.at[slot])
+            if head is None:
+                load_w(taken, d, ring.a_moved.at[slot], ring.full.at[slot])
             source = e_ref.at[pl.ds(row, schedule.tile_rows), taken]
             plgpu.copy_gmem_to_smem(source, ring.b_moved.at[slot], ring.full.at[slot])
+            if head is not None:
+                of_head = head_slot(count + step)
+                plgpu.barrier_wait(head.empty.at[of_head])
+                load_w(taken, d, head.moved.at[of_head], head.full.at[of_head])
 
         return count + unit.length
 
     lax.fori_loop(0, num_work_units(schedule), one_unit, jnp.int32(0))
+    if head is not None:
+        wait_for_all(head.empty, HEAD_STAGES)
     wait_for_all(ring.empty, STAGES)  # in the interpreter each phase of a barrier must be waited for
 
 
@@ -515,17 +524,25 @@ class DInputIO(NamedTuple):
     moved: Any  # a buffer for each warpgroup, (2, piece, HALF), as TMA takes it
     buffers: Any  # as registers do
     came: Any  # (2,): what was held is in the buffer
+    low_ref: Any = None  # (n, D): what is added to the chunk's rows of held
+    low_views: Any = None  # its buffers, as TMA and as registers take them
 
 
-def d_input_warpgroup(kernel: DInputKernel, ring: Ring, warpgroup: Array, io: DInputIO, part_ref: Any) -> None:
+def d_input_warpgroup(
+    kernel: DInputKernel, ring: Ring, head: PairRing | None, spare: Any, warpgroup: Array, io: DInputIO, part_ref: Any
+) -> None:
     """A multiplying warpgroup: computes its halves of all work units of this program."""
     arrive_at_all(ring.empty, STAGES)
+    multiplies = partial(multiply_unit, kernel=kernel, ring=ring, warpgroup=warpgroup)
+    if head is not None:
+        arrive_at_all(head.empty, HEAD_STAGES)
+        multiplies = partial(multiply_split_unit, kernel=kernel, ring=ring, head=head, spare=spare, warpgroup=warpgroup)
 
     def one_unit(index: Any, count: Any) -> Any:
         unit = work_unit_of(index, kernel.schedule)
         row, d = kernel.tile_at(unit.tile)
         accumulator = plgpu.WGMMAAccumulatorRef((HALF, kernel.schedule.tile_rows), jnp.float32)
-        sums = pl.run_scoped(lambda acc: multiply_unit(acc, kernel, ring, warpgroup, unit, count), accumulator)
+        sums = pl.run_scoped(lambda acc: multiplies(acc, unit=unit, count=count), accumulator)
 
         @when(unit.slot < 0)
         def _whole() -> None:
@@ -567,15 +584,6 @@ def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
     return acc[...]
 
 
-def clear_after(w: Any, kept: int) -> None:
-    """Sets the classes after the first `kept` of a step, (HALF, STEP), to 0."""
-    layout = plgpu.Layout.WGMMA
-    value = plgpu.load(w, layout=layout)
-    index = plgpu.broadcasted_iota(jnp.int32, (HALF, STEP), 1, layout=layout)
-    w[...] = jnp.where(index < kept, value, jnp.zeros_like(value))
-    plgpu.commit_smem()
-
-
 def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
     """Writes rho * sums + theta * held, of (64, rows) sums of columns of D and rows of the chunk from d and row on."""
     warpgroup, rows = lax.axis_index("warpgroup"), sums.shape[1]
@@ -583,10 +591,16 @@ def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
     place = io.held_ref.at[pl.ds(io.start + row, rows), pl.ds(d, HALF)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.copy_gmem_to_smem(place, moved, io.came.at[warpgroup])
+    if io.low_ref is not None:
+        source = io.low_ref.at[pl.ds(row, rows), pl.ds(d, HALF)]
+        plgpu.copy_gmem_to_smem(source, io.low_views[0].at[warpgroup], io.came.at[warpgroup])
     plgpu.barrier_wait(io.came.at[warpgroup])
     buffer = buffer.transpose((1, 0))
-    total = jnp.zeros_like(sums)
-    for ref, term in (io.rho_ref, sums), (io.theta_ref, plgpu.load(buffer, layout=plgpu.Layout.WGMMA)):
+    total, held = jnp.zeros_like(sums), plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
+    if io.low_ref is not None:
+        low = plgpu.load(io.low_views[1].at[warpgroup].transpose((1, 0)), layout=plgpu.Layout.WGMMA)
+        held = held.astype(jnp.float32) + low.astype(jnp.float32)
+    for ref, term in (io.rho_ref, sums), (io.theta_ref, held):
         factor = plgpu.load(ref.at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
         factor = lax.broadcast_in_dim(factor, sums.shape, (1,))
         total += jnp.where(factor == 0, 0.0, factor * term.astype(jnp.float32))
@@ -601,23 +615,34 @@ def d_input_kernel(
     *rest: Any,
 ) -> None:  # fmt: skip
     """Writes the rows of whole tiles, and the partial tiles of the others, (partial tiles, D_BLOCK, tile_rows)."""
-    *part_ref, w_all, e_all, full, empty, buffers, came = rest
-    w_views, e_views = (views(ref, interpret=kernel.interpret) for ref in (w_all, e_all))
-    ring = make_ring(w_views, e_views, full, empty)
+    low_ref, rest = (rest[0], rest[1:]) if kernel.splits_head else (None, rest)
+    part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
+    w_all, e_all, full, empty, buffers, came, *of_head = rest
+    e_views, head, spare, low = views(e_all, interpret=kernel.interpret), None, None, ()
+    if kernel.splits_head:
+        low_buffers, w_full, w_empty, *spares = of_head
+        ring, head = make_ring((None, None), e_views, full, empty), PairRing(w_all, w_all, w_full, w_empty)
+        spare, low = spares[0] if spares else None, (low_ref, views(low_buffers, interpret=kernel.interpret))
+    else:
+        ring = make_ring(views(w_all, interpret=kernel.interpret), e_views, full, empty)
     warpgroup, start = lax.axis_index("warpgroup"), start_ref[0]
-    io = DInputIO(start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came)
-    load = partial(load_d_input, kernel, ring, w_ref, e_ref)
-    multiply_units = partial(d_input_warpgroup, kernel, ring, warpgroup, io, part_ref[0] if part_ref else None)
+    io = DInputIO(start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came, *low)
+    load = partial(load_d_input, kernel, ring, head, w_ref, e_ref)
+    multiply_units = partial(d_input_warpgroup, kernel, ring, head, spare, warpgroup, io, part_ref)
     # The index is read again here: with one read the machine code is not the one that was measured.
     as_roles(lax.axis_index("warpgroup"), load, multiply_units)
 
 
 def d_input_sum_kernel(
-    kernel: DInputKernel, start_ref: Any, part_ref: Any, rho_ref: Any, theta_ref: Any, held_ref: Any, buffers: Any,
-    came: Any,
+    kernel: DInputKernel, start_ref: Any, part_ref: Any, rho_ref: Any, theta_ref: Any, held_ref: Any, *rest: Any
 ) -> None:  # fmt: skip
     """The fix-up: adds the partial tiles of a piece of a split tile, in order, and finishes it."""
     schedule, piece = kernel.schedule, kernel.piece
+    low = ()
+    if kernel.splits_head:
+        low = rest[0], views(rest[-1], interpret=kernel.interpret)
+        rest = rest[1:-1]
+    buffers, came = rest
     warpgroup, index, i = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_index("piece")
     row, d = kernel.tile_at(schedule.full_waves * programs() + index)
 
@@ -640,7 +665,7 @@ def d_input_sum_kernel(
             total = lax.fori_loop(1, jnp.where(split, schedule.tail_factor, 1), add, total)
     row, d = row + i * piece, d + warpgroup * HALF
     moved, buffers = views(buffers, interpret=kernel.interpret)
-    finish(DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came), total, row, d)
+    finish(DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low), total, row, d)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -655,6 +680,7 @@ def store_d_input(
     *,
     classes: int,
     vocab_axis: int,
+    low: Array | None = None,
     most: int | None = None,
     interpret: bool = False,
     schedule: SplitKSchedule | None = None,
@@ -662,14 +688,19 @@ def store_d_input(
 ) -> Array:
     """Returns `held` with rows start : start + n become rho * (e @ w) + theta * held, in place and rounded once: (32).
 
+    A float32 head is the sum of two matrices, rounded to e's dtype one after the other: (39). `held` and `low` are
+    those of the targets' rows then.
+
     Args:
         e: (n or more, padded(classes)) of 16 bits, zeros past the classes.
-        w: (V, D) of e's dtype for vocab_axis 0, (D, V) for 1. Classes past K may hold anything.
+        w: (V, D) of e's dtype, or float32, for vocab_axis 0, (D, V) for 1. Classes past K may hold anything. In float32
+            V is a multiple of 8, and of 32 for vocab_axis 1: TMA copies such a head in tiles of 8 rows and 32 columns.
         held: (N, D) of e's dtype; rows start : start + n of it hold the targets' rows of w.
         rho, theta: (n,) float32. Where one is 0 its term is left out, even if the other factor is NaN.
         start: () int32.
         classes: K.
         vocab_axis: of w.
+        low: (n, D) of e's dtype, which is added to the rows of `held` where w is float32.
         most: bytes that partial tiles may take: `d_input_scratch`.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         schedule: how programs divide the tiles, if not as `choose_schedule` says.
@@ -681,24 +712,33 @@ def store_d_input(
     sizes = n, hidden, classes, most, programs()
     schedule = schedule or choose_schedule(*sizes, batch_invariant=batch_invariant)
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
-    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, interpret)
+    splits_head = w.dtype != e.dtype
+    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, splits_head, interpret)
     # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.
     after = cdiv(n, schedule.tile_rows) * schedule.tile_rows - n
     factors = jnp.pad(rho, (0, after)), jnp.pad(theta, (0, after), constant_values=1.0)
     ref, start = jax.new_ref(held), jnp.asarray(start, jnp.int32)[None]
     buffers = two_views((2, kernel.piece, 64), e.dtype, interpret=interpret)
-    finishing = [buffers, plgpu.Barrier(num_arrivals=1, num_barriers=2)]
+    finishing = [buffers, plgpu.Barrier(num_arrivals=1 + splits_head, num_barriers=2), *[buffers] * splits_head]
     tiles = (2, STEP), (schedule.tile_rows,)
     rings = [two_views((STAGES, *shape, 64), e.dtype, interpret=interpret) for shape in tiles]
-    scratch = [*rings, *ring_barriers(3), *finishing]
+    if splits_head:  # rows of 256 bytes are tiled for TMA too
+        rings[0] = plgpu.SMEM((HEAD_STAGES, 2, STEP, HALF), w.dtype, transforms=transforms(HALF, w.dtype.itemsize))
+    scratch = [*rings, *ring_barriers(1 if splits_head else 3), *finishing]
+    if splits_head:
+        scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=HEAD_STAGES) for _ in range(2)]
+        scratch += [plgpu.SMEM((2, 2, HALF, STEP), e.dtype, transforms=transforms(STEP))] * interpret
+    rows_held = [ref] if low is None else [ref, low]
     results = (
         [jax.ShapeDtypeStruct((schedule.partial_tiles, D_BLOCK, schedule.tile_rows), jnp.float32)]
         if schedule.partial_tiles
         else []
     )
-    body, operands = partial(d_input_kernel, kernel), (start, e, w, *factors, ref)
+    body, operands = partial(d_input_kernel, kernel), (start, e, w, *factors, *rows_held)
     parts = run_kernel(body, "d_input", operands, results, scratch, (programs(),), interpret)
     if parts:
         body, grid = partial(d_input_sum_kernel, kernel), (schedule.split_tiles, schedule.tile_rows // kernel.piece)
-        run_kernel(body, "d_input_sum", (start, *parts, *factors, ref), [], finishing, grid, interpret, threads=2)
+        run_kernel(
+            body, "d_input_sum", (start, *parts, *factors, *rows_held), [], finishing, grid, interpret, threads=2
+        )
     return jax.freeze(ref)

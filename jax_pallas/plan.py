@@ -153,7 +153,7 @@ def smoothing_is_linear(key: PlanKey) -> bool:
     return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
-COPIES = 2  # copies of a split head that a chunk makes: for the logits and for d_input
+COPIES = 2  # of a split head that a chunk makes: for the logits, and for XLA's matmuls of d_input
 
 
 def matmuls_of(key: PlanKey) -> tuple[str, ...]:
@@ -288,8 +288,10 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 return 0
             if key.batch_invariant:
                 return 0  # no partial tiles
-            if multiplies and not key.splits_head:
-                return tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
+            if multiplies:
+                size = tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
+                # Of a split head also the targets' rows, and their low halves.
+                return size + key.splits_head * rows * hidden * (w.itemsize + x.itemsize)
             return 4 * rows * hidden  # of XLA's GEMM
 
         call = None
@@ -306,7 +308,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 class_block=tile_config.CLASS_BLOCK,
                 row_step=tile_config.STEP,
                 programs=key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors,
-                cast_bytes=key.splits_head * COPIES * key.classes * hidden * (w.itemsize + 2 * x.itemsize),
+                cast_bytes=key.splits_head * (COPIES - hopper) * key.classes * hidden * (w.itemsize + 2 * x.itemsize),
                 gpu=key.device.gpu,
                 coefficients=COEFFICIENTS[key.device.gpu, "jax"],
             )
@@ -337,14 +339,14 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         d_weight_starts = (
             key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
         )
-        d_weight_starts &= not (key.grad_into or key.splits_head)
+        d_weight_starts &= not key.grad_into
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )
         copies = key.splits_head and (hopper or key.d_input)  # the other kernels of the logits split the head
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, copies,
-            vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=multiplies and not key.splits_head,
+            vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=multiplies,
             d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts, fits_float16=fits_float16,
         )  # fmt: skip
     d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into and not fits_float16

@@ -22,9 +22,9 @@ weights in the steps after it.
 At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first two steps, in any
 dtype. It stores only the sums.
 
-A float32 head may be split in two matrices of the input's dtype: (39). The Hopper kernels of the logits and the matmul
-of d_input take both halves of a vocabulary chunk, a copy. The other kernels split the head as they read it. d_weight is
-float32 then.
+A float32 head may be split in two matrices of the input's dtype: (39). The Hopper kernel of the logits, and XLA's
+matmuls of d_input, take both halves of a vocabulary chunk, a copy. The other kernels split the head as they read it.
+d_weight is float32 then.
 
 The memory of d_input holds the rows of the input, with zeros in rows that do not contribute, until a chunk's rows of
 d_input replace them. So a chunk takes little memory besides its exponentials.
@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import float16, kernels, row_kernels, saved_kernels, target_grad, tile_config
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, plan_of
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, halves, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics, first_of_largest
 from jax_pallas.slicing import Slice, over_chunks, over_slices
@@ -212,13 +212,12 @@ def _run(
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:
         sums = problem.grad_into
-        if sums is None and problem.spec.splits_head:
-            sums = jnp.zeros_like(problem.linear_weight)
-        elif sums is None:  # overwritten by the first chunk
-            sums = lax.empty(problem.linear_weight.shape, problem.input.dtype)
+        if sums is None:  # overwritten by the first chunk
+            dtype = jnp.float32 if problem.spec.splits_head else problem.input.dtype
+            sums = lax.empty(problem.linear_weight.shape, dtype)
         carry = carry._replace(d_weight=sums)
     # XLA's GEMM adds to d_weight in place only inside a loop.
-    unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel
+    unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.spec.splits_head
     if not saves:
         carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
     else:  # the chunks' exponentials stay where they are written
@@ -578,9 +577,10 @@ def _add_d_weight(
             vocab_axis=axis,
             in_l2=share_added_in_l2(chunk.size, plan.gpu),
             rows=chunk.size,
-            old=None if first and not plan.d_weight_starts and d_weight.dtype != jnp.float32 else d_weight,
+            old=None if first and not plan.d_weight_starts and problem.grad_into is None else d_weight,
             starts=first if plan.d_weight_starts else None,
             power=power,
+            float32=d_weight.dtype == jnp.float32,
         )
     scaled = Slice(start, chunk.size, None).of(x)
     pair = (e, scaled) if axis == 0 else (scaled, e)
@@ -596,8 +596,8 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, hel
     if plan.d_input_kernel:
         from jax_pallas import hopper_gradients
 
-        held = _put_target_rows(problem, rows, chunk, held)
-        shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
+        held, low = _put_target_rows(problem, rows, chunk, held)
+        shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "low": low}
         shared |= {"most": plan.scaled_exp_config.d_input_bytes, "batch_invariant": plan.batch_invariant}
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     w_target = target_rows(problem, part.of(rows.target).clip(0))
@@ -627,11 +627,15 @@ def times_head(problem: Problem, e: Array, rows: int) -> Array:
     return over_slices(body, start, problem.classes, plan_of(problem).scaled_exp_config.head_rows)[0]
 
 
-def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array) -> Array:
-    """Returns held with the targets' rows of the head in the place of a chunk's rows."""
+def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array) -> tuple[Array, Array | None]:
+    """Returns held with the targets' rows of the head in the place of a chunk's rows. Those of a split head are the
+    high halves, and the low halves (n, D) are returned beside them."""
     if isinstance(chunk.start, int):  # an operand, because each chunk would compile another kernel for a constant
         chunk = chunk._replace(start=lax.optimization_barrier(jnp.int32(chunk.start)))
-    return chunk.put(held, target_rows(problem, chunk.of(rows.target).clip(0)))
+    picked, low = target_rows(problem, chunk.of(rows.target).clip(0)), None
+    if problem.spec.splits_head:
+        picked, low = jnp.split(halves(picked, held.dtype, 1), 2, 1)
+    return chunk.put(held, picked), low
 
 
 def target_rows(problem: Problem, column: Array) -> Array:

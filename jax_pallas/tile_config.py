@@ -345,7 +345,7 @@ def choose_scaled_exp(
             part = max(1, waves * programs // row_blocks)
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
 
-    def config(rows: int, cast_bytes: int, library_bytes: int) -> ScaledExpConfig:
+    def config(rows: int, cast_bytes: int) -> ScaledExpConfig:
         head_rows = head_rows_of(rows, cast_bytes)
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
@@ -361,19 +361,20 @@ def choose_scaled_exp(
         last = (tokens - 1) % rows + 1
         last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
         of_d_input = scratch(rows, most)
-        if splits_head and of_d_input:  # the sum and its terms, cuBLAS's workspace, and columns of the exponentials
-            of_d_input += (1 + hopper) * of_d_input + library_bytes + itemsize * rows * head_rows
+        if splits_head and of_d_input and not hopper:  # the sum and a term of XLA's GEMM, and columns of exponentials
+            of_d_input += of_d_input + itemsize * rows * head_rows
         return ScaledExpConfig(rows, last_rows, head_rows, most, size + max(sums, of_d_input))
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not call.d_input:
             return None
-        if not hopper or splits_head:
+        if not hopper:
             return chunk_cost.library_d_input(call, rows)
         sizes = rows, hidden, classes, found.d_input_bytes, call.programs
         schedule = choose_schedule(*sizes, batch_invariant=batch_invariant)
         share = 1 - schedule.split_iters / schedule.iters_per_tile
-        return chunk_cost.DInput(schedule.tile_rows, schedule.longest * STEP, share, schedule.bytes)
+        classes_of_both = schedule.longest * STEP * (1 + splits_head)
+        return chunk_cost.DInput(schedule.tile_rows, classes_of_both, share, schedule.bytes)
 
     def ms(found: ScaledExpConfig) -> float:
         assert call is not None
@@ -383,12 +384,9 @@ def choose_scaled_exp(
         )
         return chunk_cost.call_ms(call, chunk, last)
 
-    choices = [(0, 0)]
-    if splits_head:  # first what is fast
-        choices = [(min(CAST_BYTES, budget // 4), min(LIBRARY_BYTES, budget // D_INPUT_FRACTION) * hopper), (0, 0)]
-    for choice in choices:
+    for cast_bytes in [min(CAST_BYTES, budget // 4), 0] if splits_head else [0]:  # first what is fast
         best = chunk_cost.choose_rows(
-            lambda rows, choice=choice: (config(rows, *choice),),
+            lambda rows, cast_bytes=cast_bytes: (config(rows, cast_bytes),),
             tokens=tokens,
             least_rows=least_rows,
             chunks=1
@@ -401,7 +399,7 @@ def choose_scaled_exp(
         )
         if best is not None:
             return best
-    raise BudgetTooSmallError(config(least_rows, 0, 0).bytes, tokens, classes, budget)
+    raise BudgetTooSmallError(config(least_rows, 0).bytes, tokens, classes, budget)
 
 
 def padded(classes: int) -> int:

@@ -627,7 +627,7 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", JAX_INTO),
     Mutation("jax_pallas/ops.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
     Mutation("jax_pallas/plan.py", "vocab % 8 == 0)", "True)", JAX_INTO),
-    Mutation("jax_pallas/plan.py", "not (key.grad_into or key.splits_head)", "not key.splits_head", JAX_INTO),
+    Mutation("jax_pallas/plan.py", "d_weight_starts &= not key.grad_into", "pass", JAX_INTO),
     Mutation(
         "jax_pallas/hopper_gradients.py",
         "if adds and not float32 else 0",
@@ -674,6 +674,30 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/scaled_exp.py", "picked if problem.spec.splits_head else", "", JAX_SPLIT),
     Mutation("jax_pallas/tile_config.py", "* block_v)\n\n    def config", ")\n\n    def config", JAX_SPLIT),
     Mutation("jax_pallas/hopper_tiles.py", "STEP) if repeats else k", "STEP) if False else k", SPLIT_TILES),
+    Mutation(
+        "jax_pallas/hopper_split_head.py",
+        "(whole - whole.astype(jnp.bfloat16).astype(jnp.float32))",
+        "(whole - whole)",
+        tests("jax_pallas_hopper_gradients", "d_input_of_a_float32_head and split"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_split_head.py",
+        "when(last)(lambda: clear_after(w, kernel.kept, layout))",
+        "pass",
+        tests("jax_pallas_hopper_gradients", "d_input_of_a_float32_head and split"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "two_views((2, 2, *kernel.piece_shape), dtype,",
+        "two_views((2, 2, *kernel.piece_shape), e.dtype,",
+        tests("jax_pallas_hopper_gradients", "float32_d_weight_that_is_written"),
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "jnp.split(halves(picked, held.dtype, 1), 2, 1)",
+        "picked.astype(held.dtype), jnp.zeros_like(picked, held.dtype)",
+        tests("jax_pallas_head_precision", "adds_both_halves"),
+    ),
     Mutation("jax_pallas/hopper_tiles.py", "class_block += own.offsets()[3]", "pass", SPLIT_TILES),
 )
 SAVED = tests("core_triton_saved", "not compile and not opcheck")

@@ -206,6 +206,7 @@ def a_split_head_is_near_a_float32_head() -> None:
             assert_close(value, want[0], 1e-5)  # 1e-3 with a head rounded to bfloat16
             assert_close(gradients, want[1])
             assert gradients[1].dtype == jnp.float32
+            assert_same(loss_and_gradients(**options)(x, w, y), (value, gradients))
 
 
 @checked

@@ -18,6 +18,7 @@ from jax_pallas import hopper_gradients, recompute, scaled_exp
 from jax_pallas.hopper_common import BLOCK_V, MULTIPROCESSORS
 from jax_pallas.hopper_gradients import add_d_weight, store_d_input
 from jax_pallas.launch import hopper_gradient_limits
+from jax_pallas.problem import halves
 from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import (
     D_BLOCK,
@@ -150,6 +151,7 @@ def test_d_weight_that_is_added_to_float32(name: str, monkeypatch: pytest.Monkey
         vocab_axis=sizes.vocab_axis,
         in_l2=0.5,
         old=sizes.head(old),
+        float32=True,
         interpret=True,
     )
     assert found.dtype == jnp.float32
@@ -159,11 +161,16 @@ def test_d_weight_that_is_added_to_float32(name: str, monkeypatch: pytest.Monkey
     assert (found[sizes.classes :] == old[sizes.classes :]).all()
 
 
-@pytest.mark.parametrize("vocab_axis", [0, pytest.param(1, marks=SLOW)])
-def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("vocab_axis", "dtype"),
+    [(0, jnp.bfloat16), pytest.param(1, jnp.bfloat16, marks=SLOW), (0, jnp.float32)],
+)
+def test_d_weight_that_one_kernel_starts_and_adds_to(
+    vocab_axis: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_programs(monkeypatch, 2)
     sizes = Sizes(192, 292, 0, 192, 523, 576, vocab_axis)
-    x, found = sizes.bfloat16(sizes.tokens, sizes.hidden), jnp.full((sizes.vocab, sizes.hidden), jnp.nan, jnp.bfloat16)
+    x, found = sizes.bfloat16(sizes.tokens, sizes.hidden), jnp.full((sizes.vocab, sizes.hidden), jnp.nan, dtype)
     found, expected = sizes.head(found), np.zeros((sizes.classes, sizes.hidden))
     for start, rows in (192, 100), (0, 192):
         e = sizes.e().at[rows:].set(0)
@@ -172,12 +179,29 @@ def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatc
             "classes": sizes.classes,
             "vocab_axis": vocab_axis,
             "in_l2": 0.5,
+            "float32": dtype == jnp.float32,
             "interpret": True,
         }
         found = add_d_weight(e, x, jnp.int32(start), **shared, rows=rows, old=found, starts=rows < 192)
         expected += float64(e)[:rows, : sizes.classes].T @ float64(x)[start : start + rows]
     found = sizes.head(found)
-    close_sums(found[: sizes.classes], expected, 0.5, chunks=2)
+    assert found.dtype == dtype
+    if dtype == jnp.float32:
+        close(found[: sizes.classes], expected, 2e-6)
+    else:
+        close_sums(found[: sizes.classes], expected, 0.5, chunks=2)
+    assert (found[sizes.classes :] == 0).all()
+
+
+def test_float32_d_weight_that_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_programs(monkeypatch, 2)
+    sizes = HEADS["few steps"]
+    e, x = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden)
+    shared: dict[str, Any] = {"vocab": sizes.vocab, "classes": sizes.classes, "vocab_axis": 0, "in_l2": 0.5}
+    found = add_d_weight(e, x, jnp.int32(sizes.start), **shared, float32=True, interpret=True)
+    assert found.dtype == jnp.float32
+    expected = float64(e)[: sizes.rows].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
+    close(found[: sizes.classes], expected[: sizes.classes], 2e-6)
     assert (found[sizes.classes :] == 0).all()
 
 
@@ -287,6 +311,59 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert found.dtype == jnp.bfloat16
     close(found[own], expected)
+    others = np.setdiff1d(np.arange(sizes.tokens), own)
+    assert (found[others] == held[others]).all()
+    assert not float64(found)[own][(rho == 0) & (theta == 0)].any()
+
+
+# Each of these takes other branches of the loader, of the last step's classes and of the fix-up.
+SPLIT_WAYS = {
+    "split": WAYS["split"],
+    "tails": WAYS["tails"],
+    "whole": WAYS["whole"],
+    "wide": Way(Sizes(600, 603, 3, 128, 130, 136), 2, SplitKSchedule(248, 1, 1, 2, 3, 3, 0)),
+    "transposed, one step": Way(Sizes(9, 9, 0, 64, 40, 64, 1), 132, SplitKSchedule(128, 0, 1, 1, 1, 1, 0)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("split", "tails") else SLOW) for name in SPLIT_WAYS]
+)
+def test_d_input_of_a_float32_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, many, schedule = SPLIT_WAYS[name]
+    use_programs(monkeypatch, many)
+    rng = np.random.default_rng(3)
+    rho, theta = (rng.standard_normal(sizes.rows).astype(np.float32) for _ in range(2))
+    rho[::5], theta[::7] = 0, 0
+    # The halves' sums cancel: without its low half a row would be wrong by all of it.
+    w = jnp.asarray(rng.standard_normal((sizes.vocab, sizes.hidden)), jnp.float32)
+    e = sizes.e().at[:, : sizes.classes].set(1)
+    rounded = w[: sizes.classes].astype(jnp.bfloat16).astype(jnp.float32)
+    w = w.at[: sizes.classes].add(-rounded.mean(0))
+    pair = halves(jnp.asarray(rng.standard_normal((sizes.rows, sizes.hidden)), jnp.float32), jnp.bfloat16, 0)
+    high, low = pair[: sizes.rows], pair[sizes.rows :]
+    own = np.arange(sizes.start, sizes.start + sizes.rows)
+    held = jnp.full((sizes.tokens, sizes.hidden), 7, jnp.bfloat16).at[own].set(high)
+    both = float64(halves(w[: sizes.classes], jnp.bfloat16, 0)).reshape(2, sizes.classes, -1).sum(0)
+    expected = np.where(rho == 0, 0, rho)[:, None] * (float64(e)[: sizes.rows, : sizes.classes] @ both)
+    expected += theta[:, None] * (float64(high) + float64(low))
+    found = store_d_input(
+        e.at[: sizes.rows : 5].set(jnp.nan),
+        sizes.head(w.at[sizes.classes :].set(jnp.nan)),
+        held.at[own[::7]].set(jnp.nan),
+        jnp.asarray(rho),
+        jnp.asarray(theta),
+        jnp.int32(sizes.start),
+        classes=sizes.classes,
+        vocab_axis=sizes.vocab_axis,
+        low=low,
+        interpret=True,
+        schedule=schedule,
+    )
+    assert found.dtype == jnp.bfloat16
+    only_matmul = theta == 0
+    close(found[own], expected)
+    close(found[own[only_matmul]], expected[only_matmul])
     others = np.setdiff1d(np.arange(sizes.tokens), own)
     assert (found[others] == held[others]).all()
     assert not float64(found)[own][(rho == 0) & (theta == 0)].any()

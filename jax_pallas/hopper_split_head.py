@@ -1,0 +1,80 @@
+"""The matmul of the Hopper kernel of d_input with a float32 head, which is multiplied as two matrices: MATH.md (39).
+
+The kernel is in `hopper_gradients.py`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_pallas.hopper_common import PairRing, Ring, clear_after, slot_of, when
+
+if TYPE_CHECKING:
+    from jax_pallas.hopper_gradients import DInputKernel, WorkUnit
+
+# Steps of a float32 head that are loaded ahead, a power of two. They are free again as soon as their halves are in
+# registers, so fewer are enough than of e.
+HEAD_STAGES = 2
+
+
+def head_slot(number: Any) -> Any:
+    return number & (HEAD_STAGES - 1)
+
+
+def multiply_split_unit(
+    acc: Any,
+    kernel: "DInputKernel",
+    ring: Ring,
+    head: PairRing,
+    spare: Any,
+    warpgroup: Array,
+    unit: "WorkUnit",
+    count: Any,
+) -> Array:
+    """Returns what `multiply_unit` returns, of a float32 head: (39). spare: memory in place of registers, (2, 2, HALF,
+    STEP), for the interpreter, which multiplies only what is in memory.
+
+    A step has two matmuls. Their first operand is in registers: the head rounded, and what is left rounded. While one
+    is computed the registers of the other get the next step, so that the tensor cores need not wait.
+    """
+    # A thread loads two numbers that are next to each other in memory, and exchanges one with another if need be.
+    layout = plgpu.Layout.WGMMA if kernel.vocab_axis else plgpu.Layout.WGMMA_TRANSPOSED
+
+    def operand(part: Array, index: int) -> Any:
+        if spare is None:
+            return part
+        spare[warpgroup, index] = part
+        return spare.at[warpgroup, index]
+
+    def step(s: Any, *, releases: bool = True) -> None:
+        slot, of_head = slot_of(count + s), head_slot(count + s)
+        e = ring.b.at[slot].transpose((1, 0))
+        w = head.pieces.at[of_head, warpgroup]
+        w = w.transpose((1, 0)) if kernel.vocab_axis == 0 else w
+        plgpu.barrier_wait(head.full.at[of_head])
+        if kernel.kept:
+            last = unit.first + s == kernel.schedule.iters_per_tile - 1
+            when(last)(lambda: clear_after(w, kernel.kept, layout))
+        whole = plgpu.layout_cast(plgpu.load(w, layout=layout), plgpu.Layout.WGMMA)
+        plgpu.wgmma_wait(1)  # the first matmul of the step before is done
+        high = whole.astype(jnp.bfloat16)
+        plgpu.barrier_wait(ring.full.at[slot])
+        plgpu.wgmma(acc, operand(high, 0), e)
+        plgpu.wgmma_wait(1)  # so is the second
+        if releases:
+            plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
+        # Rounded again: 16-bit registers of both uses would take the place of others, which would be spilled.
+        whole = lax.optimization_barrier(whole)
+        low = (whole - whole.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
+        plgpu.wgmma(acc, operand(low, 1), e)
+        # Only here, where all numbers are in use: the assembler does not wait for a load before an arrival.
+        plgpu.barrier_arrive(head.empty.at[of_head])
+
+    step(0, releases=False)
+    pl.loop(1, unit.length)(step)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(ring.empty.at[slot_of(count + unit.length - 1)])
+    return acc[...]
