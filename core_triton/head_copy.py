@@ -33,10 +33,12 @@ def copy_head_kernel(
         w = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         high = w.to(copy_ptr.dtype.element_ty)
         place = copy_ptr + row.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(place, high, mask=inside)
+        end = width
         if SPLITS:
             low = (w - high.to(tl.float32)).to(copy_ptr.dtype.element_ty)
-            tl.store(place + hidden, low, mask=inside)
+            tl.store(place + hidden, low, mask=(row < classes)[:, None] & (hidden + column < width)[None, :])
+            end = hidden
+        tl.store(place, high, mask=(row < classes)[:, None] & (column < end)[None, :])
 
 
 def head_of(problem: Problem, vocab_chunk: slice, flag: At | None = None) -> Tensor:
@@ -55,7 +57,7 @@ def head_of(problem: Problem, vocab_chunk: slice, flag: At | None = None) -> Ten
         return w if classes == len(w) else w[vocab_chunk]
     columns = hidden * (1 + splits)
     width = tile_config.padded_hidden(columns, x.itemsize)
-    # The kernel does not write the columns past those of the head.
+    # The kernel need not write the columns past those of the head.
     copy = (x.new_empty if width == columns else x.new_zeros)((classes, width))
     block_v, block_d = 16, 256  # 16 elements a thread
     tiles = cdiv(classes, block_v) * cdiv(hidden, block_d)

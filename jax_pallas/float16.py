@@ -14,7 +14,6 @@ Equations: linear_ce/MATH.md.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -31,7 +30,7 @@ from jax_pallas.row_kernels import (
 )
 from jax_pallas.row_math import power_of_two
 from jax_pallas.slicing import Slice
-from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK
+from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK, cdiv
 from jax_pallas.triton_launch import arange, load, run, store
 
 # Where the estimate of a row's lse is placed. A probability of 2**-26 is a normal float16 number there, and one of
@@ -94,48 +93,6 @@ class Fitted(NamedTuple):
     x: Array | None
     rho: Array  # (rows,)
     power: Array  # () float32, the factor of e^T x
-
-
-BLOCKS_AT_ONCE = 256  # class blocks
-
-
-def measure_kernel(
-    _options: None, place_ref: Any, flag_ref: Any, rho_ref: Any, scale_ref: Any, low_ref: Any, high_ref: Any,
-    x_ref: Any, shift_ref: Any, scaled_rho_ref: Any, largest_ref: Any,
-) -> None:  # fmt: skip
-    """Writes, (rows,) float32 each, the largest shift of a row, 0 if it does not contribute or was computed again, rho
-    times that power of two and times scale (), and the largest magnitude of that factor times x (N, D), 0 if it is not
-    finite.
-
-    low and high (class blocks, rows or more) hold the shifts of the pieces of a class block. One program owns a row.
-    """
-    row = pl.program_id(0)
-    rho, block = rho_ref[row], lax.div(row, jnp.int32(ROW_BLOCK))
-    again = flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
-
-    def shift_step(index: Any, most: Array) -> Array:
-        block = arange(index * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE)
-        for ref in (low_ref, high_ref):
-            packed = load(ref, block, jnp.zeros_like(block) + row, mask=block < ref.shape[0]).astype(jnp.int32)
-            for i in range(IN_A_NUMBER):
-                most = jnp.maximum(most, (packed >> (8 * i)) & 255)
-        return most
-
-    none, steps = jnp.zeros(BLOCKS_AT_ONCE, jnp.int32), pl.cdiv(low_ref.shape[0], BLOCKS_AT_ONCE)
-    most = lax.fori_loop(0, steps, shift_step, none).max().astype(jnp.float32)
-    shift = jnp.where(again | (rho == 0), 0.0, most)
-    rho *= jnp.exp2(shift) * scale_ref[0]
-    hidden, place = x_ref.shape[1], place_ref[FIRST_OF_X] + row
-
-    def x_step(index: Any, largest: Array) -> Array:
-        column = arange(index * FINISHED_COLUMNS, FINISHED_COLUMNS)
-        mask = (column < hidden) & (place < x_ref.shape[0])
-        return jnp.maximum(largest, jnp.abs(load(x_ref, place, column, mask=mask).astype(jnp.float32)))
-
-    largest = lax.fori_loop(0, pl.cdiv(hidden, FINISHED_COLUMNS), x_step, jnp.zeros(FINISHED_COLUMNS, jnp.float32))
-    largest = jnp.abs(rho) * largest.max()
-    shift_ref[row], scaled_rho_ref[row] = shift, rho
-    largest_ref[row] = jnp.where(largest < jnp.inf, largest, 0.0)
 
 
 def align_kernel(
@@ -201,17 +158,22 @@ def fit(
     assert found.shifts is not None
     assert found.shifts_high is not None
     assert rows.theta is not None
-    scale = head = jnp.float32(1.0)
+    blocks = cdiv(size, ROW_BLOCK)
+    flags = lax.dynamic_slice(rows.flag, (place[FIRST_FLAG] + 1,), (blocks,))
+    again = jnp.repeat(flags != 0, ROW_BLOCK)[:size]  # computed again: not shifted
+    packed = [shifts[:, :size].astype(jnp.int32) for shifts in (found.shifts, found.shifts_high)]
+    most = jnp.stack([(number >> (8 * i)) & 255 for number in packed for i in range(IN_A_NUMBER)]).max((0, 1))
+    shift = jnp.where(again | (rho == 0), 0, most)
+    rho = rho * power_of_two(shift)
+    head = jnp.float32(1.0)
     if scales is not None:
-        scale, head = scales[0], scales[1] / scales[0]
-        rows = rows._replace(theta=chunk.put(rows.theta, chunk.of(rows.theta) * scale))
-    shifts = found.shifts, found.shifts_high
-    operands = place, rows.flag, rho, scale[None], *shifts, x
-    of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
-    shift, rho, largest = run(measure_kernel, None, operands, (of_row, of_row, of_row), (size,), warps=4, stages=1)
-    largest = largest.max()
+        rho, head = rho * scales[0], scales[1] / scales[0]
+        rows = rows._replace(theta=chunk.put(rows.theta, chunk.of(rows.theta) * scales[0]))
+    of_chunk = Slice(start, chunk.size, None).of(x)
+    largest = jnp.abs(rho[: chunk.size]) * jnp.abs(of_chunk).max(1).astype(jnp.float32)
+    largest = jnp.where(largest < jnp.inf, largest, 0.0).max()
     exponent = jnp.where(largest > 0, jnp.frexp(largest)[1] - 1 - LARGEST_X, 0).clip(LEAST_POWER, MOST_POWER)
-    operands = place, rho * power_of_two(-exponent), shift, *shifts
+    operands = place, rho * power_of_two(-exponent), shift.astype(jnp.float32), found.shifts, found.shifts_high
     of_x = x if scales_x else None
     e, of_x = run(
         align_kernel,
