@@ -248,7 +248,7 @@ CONTRACT = (
     ),
     Mutation("linear_ce/gpus.py", "if rows >= fewest", "if rows > fewest", tests("chunk_cost", "added_in_l2")),
     Mutation(
-        "linear_ce/chunk_cost.py", "(1 + adds) * call.head", "call.head", tests("chunk_cost", "bytes_of_d_weight")
+        "linear_ce/chunk_cost.py", "(1 + adds) * call.d_weight", "call.head", tests("chunk_cost", "bytes_of_d_weight")
     ),
     Mutation(
         "linear_ce/chunking.py",
@@ -872,7 +872,10 @@ BATCH_INVARIANT = (
     Mutation("core_triton/plan.py", "if key.batch_invariant:", "if False:", INVARIANT_PLAN),
     # What cannot hold is refused.
     Mutation(
-        "core_triton/plan.py", "if not key.d_input or plan.d_input_tiling is not None:", "if True:", INVARIANT_ERRORS
+        "core_triton/plan.py",
+        "if not key.d_input or (plan.d_input_tiling is not None and not key.splits_head):",
+        "if True:",
+        INVARIANT_ERRORS,
     ),
     Mutation("core_triton/plan.py", 'if key.stage == "gradients":', "if False:", INVARIANT_ERRORS),
     Mutation("core_triton/plan.py", 'if x.dtype != "bfloat16":', "if False:", INVARIANT_ERRORS),
