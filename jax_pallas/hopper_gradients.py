@@ -12,6 +12,7 @@ or a part of one, whose partial tile, float32, goes to a slot in memory (`work_u
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.hopper_common import (
     BLOCK_V,
     COLUMN,
@@ -80,6 +82,7 @@ class DWeightKernel:
         float32: d_weight is float32, and not of 16 bits.
         has_power: e^T x is multiplied by a number in memory, the power of two of a chunk of float16.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
+        first: some of e is in d_weight. A piece of d_weight is written, and the scalars have its number of tiles.
     """
 
     steps: int | None
@@ -93,6 +96,7 @@ class DWeightKernel:
     float32: bool
     has_power: bool
     interpret: bool
+    first: FirstChunk | None = None
 
     @property
     def one_view(self) -> bool:
@@ -170,8 +174,13 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
             for i in range(2):
                 source = x_ref.at[pl.ds(start + s * STEP, STEP), pl.ds(d + i * HALF, HALF)]
                 plgpu.copy_gmem_to_smem(source, ring.a_moved.at[slot, i], ring.full.at[slot])
-            source = e_ref.at[pl.ds(s * STEP, STEP), pl.ds(v, BLOCK_V)]
-            plgpu.copy_gmem_to_smem(source, ring.b_moved.at[slot], ring.full.at[slot])
+            load_e(
+                own,
+                e_ref,
+                s * STEP,
+                v,
+                partial(plgpu.copy_gmem_to_smem, dst=ring.b_moved.at[slot], barrier=ring.full.at[slot]),
+            )
 
         for piece in over_steps(steps, own_pauses(own.scalar_ref, 0), step, begin=0):
             load_old(own, index, piece + OLD_AHEAD)
@@ -181,6 +190,27 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
     if own.old is not None:
         wait_for_all(own.old.empty, OLD_STAGES)
     wait_for_all(ring.empty, STAGES)  # in the interpreter each phase of a barrier must be waited for
+
+
+def load_e(own: DWeightProgram, e_ref: Any, row: Any, v: Any, load: Callable[[Any], None]) -> None:
+    """Loads rows of e from a class of the kernel on, past the last class zeros."""
+    first = own.kernel.first
+    if first is None:
+        load(e_ref.at[pl.ds(row, STEP), pl.ds(v, BLOCK_V)])
+        return
+    v = pl.multiple_of(own.first_class + v, BLOCK_V)
+
+    def later() -> None:
+        start, within = first.place(v)
+        start, within = pl.multiple_of(start + row, STEP), pl.multiple_of(within, BLOCK_V)
+        load(own.d_weight_ref.at[pl.ds(start, STEP), pl.ds(within, BLOCK_V)])
+
+    # TMA reads zeros past the last class of e.
+    either(
+        (v < first.piece) | (v >= own.kernel.classes),
+        lambda: load(e_ref.at[pl.ds(row, STEP), pl.ds(v, BLOCK_V)]),
+        later,
+    )
 
 
 def load_old(own: DWeightProgram, index: Any, piece: int) -> None:
@@ -285,7 +315,8 @@ def d_weight_kernel(kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: A
     ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)
     old = PairRing(*views(of_old[0], interpret=kernel.interpret), *of_old[1:]) if of_old else None
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    count = lax.div(kernel.tiles - program + kernel.programs - 1, kernel.programs)
+    tiles = kernel.tiles if kernel.first is None else scalar_ref[2 * PIECES + 2]
+    count = lax.div(tiles - program + kernel.programs - 1, kernel.programs)
     own = DWeightProgram(
         kernel,
         program,
@@ -365,6 +396,33 @@ def add_d_weight(
         offsets += [steps, int(starts)]
     scalars = jnp.concatenate([pauses(steps), jnp.array(offsets, jnp.int32)])
     return _run_d_weight(scalars, e, x, None if power is None else power[None], old, kernel=kernel)
+
+
+def write_d_weight(
+    e: Array, x: Array, start: int | Array, d_weight: Array, *, classes: int, rows: int, interpret: bool = False
+) -> Array:
+    """Returns e^T @ x[start : start + n], the d_weight of a first chunk, in the place of `d_weight`: (33).
+
+    Args:
+        e: (n or more, piece), the exponentials of the first `piece` classes. The others are in d_weight, as
+            `FirstChunk` says.
+        x, start: of `add_d_weight`.
+        d_weight: (V, D) of e's dtype. V is a multiple of 8.
+        classes: K. Classes past K get zeros.
+        rows: n.
+        interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
+    """
+    (vocab, hidden), steps = d_weight.shape, cdiv(rows, STEP)
+    first = FirstChunk.of(e.shape[1], rows, hidden)
+    kernel = DWeightKernel(
+        steps, hidden, vocab, classes, vocab_axis=0, adds=False, loaded=0, has_first_class=True, float32=False,
+        has_power=False, interpret=interpret, first=first,
+    )  # fmt: skip
+    for start_class, end in first.pieces(classes):
+        tiles = kernel.d_blocks * cdiv((vocab if end == classes else end) - start_class, BLOCK_V)
+        scalars = jnp.concatenate([pauses(steps), jnp.array([start, start_class, tiles], jnp.int32)])
+        d_weight = _run_d_weight(scalars, e, x, None, d_weight, kernel=kernel)
+    return d_weight
 
 
 @partial(jax.jit, static_argnames="kernel")  # equal kernels are lowered once
@@ -461,6 +519,7 @@ class DInputKernel:
         kept: classes of the last step, where w goes on after them; 0: all.
         splits_head: w is float32, and multiplied as the sum of two matrices of e's dtype: (39).
         interpret: whether they run in Pallas' interpreter, on a CPU.
+        first: some of e is in the memory of d_weight.
     """
 
     schedule: SplitKSchedule
@@ -469,6 +528,7 @@ class DInputKernel:
     kept: int
     splits_head: bool
     interpret: bool
+    first: FirstChunk | None = None
 
     @property
     def piece(self) -> int:
@@ -480,14 +540,30 @@ class DInputKernel:
         return lax.div(tile, self.d_blocks) * self.schedule.tile_rows, lax.rem(tile, self.d_blocks) * D_BLOCK
 
 
-def load_d_input(kernel: DInputKernel, ring: Ring, head: PairRing | None, w_ref: Any, e_ref: Any) -> None:
+def load_d_input(
+    kernel: DInputKernel, ring: Ring, head: PairRing | None, w_ref: Any, e_ref: Any, others_ref: Any
+) -> None:
     """The loading warpgroup."""
-    schedule = kernel.schedule
+    schedule, first = kernel.schedule, kernel.first
 
     def load_w(taken: Any, d: Any, into: Any, full: Any) -> None:
         for i in range(2):
             source = w_ref.at[in_order(taken, pl.ds(d + i * HALF, HALF), kernel.vocab_axis)]
             plgpu.copy_gmem_to_smem(source, into.at[i], full)
+
+    def load_e(row: Any, column: Any, into: Any, full: Any) -> None:
+        def load(ref: Any, row: Any, column: Any) -> None:
+            plgpu.copy_gmem_to_smem(ref.at[pl.ds(row, schedule.tile_rows), pl.ds(column, STEP)], into, full)
+
+        def later() -> None:
+            assert first is not None
+            start, within = first.place(column)
+            load(others_ref, start + row, within)
+
+        if first is None:
+            load(e_ref, row, column)
+        else:
+            either(column < first.piece, lambda: load(e_ref, row, column), later)
 
     def one_unit(index: Any, count: Any) -> Any:
         unit = work_unit_of(index, schedule)
@@ -495,12 +571,12 @@ def load_d_input(kernel: DInputKernel, ring: Ring, head: PairRing | None, w_ref:
 
         @pl.loop(0, unit.length)
         def _step(step: Any) -> None:
-            slot, taken = slot_of(count + step), pl.ds((unit.first + step) * STEP, STEP)
+            column = (unit.first + step) * STEP
+            slot, taken = slot_of(count + step), pl.ds(column, STEP)
             plgpu.barrier_wait(ring.empty.at[slot])
             if head is None:
                 load_w(taken, d, ring.a_moved.at[slot], ring.full.at[slot])
-            source = e_ref.at[pl.ds(row, schedule.tile_rows), taken]
-            plgpu.copy_gmem_to_smem(source, ring.b_moved.at[slot], ring.full.at[slot])
+            load_e(row, column, ring.b_moved.at[slot], ring.full.at[slot])
             if head is not None:
                 of_head = head_slot(count + step)
                 plgpu.barrier_wait(head.empty.at[of_head])
@@ -616,6 +692,7 @@ def d_input_kernel(
 ) -> None:  # fmt: skip
     """Writes the rows of whole tiles, and the partial tiles of the others, (partial tiles, D_BLOCK, tile_rows)."""
     low_ref, rest = (rest[0], rest[1:]) if kernel.splits_head else (None, rest)
+    others_ref, rest = (rest[0], rest[1:]) if kernel.first is not None else (None, rest)
     part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
     w_all, e_all, full, empty, buffers, came, *of_head = rest
     e_views, head, spare, low = views(e_all, interpret=kernel.interpret), None, None, ()
@@ -627,7 +704,7 @@ def d_input_kernel(
         ring = make_ring(views(w_all, interpret=kernel.interpret), e_views, full, empty)
     warpgroup, start = lax.axis_index("warpgroup"), start_ref[0]
     io = DInputIO(start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came, *low)
-    load = partial(load_d_input, kernel, ring, head, w_ref, e_ref)
+    load = partial(load_d_input, kernel, ring, head, w_ref, e_ref, others_ref)
     multiply_units = partial(d_input_warpgroup, kernel, ring, head, spare, warpgroup, io, part_ref)
     # The index is read again here: with one read the machine code is not the one that was measured.
     as_roles(lax.axis_index("warpgroup"), load, multiply_units)
@@ -681,6 +758,7 @@ def store_d_input(
     classes: int,
     vocab_axis: int,
     low: Array | None = None,
+    others: Array | None = None,
     most: int | None = None,
     interpret: bool = False,
     schedule: SplitKSchedule | None = None,
@@ -701,19 +779,22 @@ def store_d_input(
         classes: K.
         vocab_axis: of w.
         low: (n, D) of e's dtype, which is added to the rows of `held` where w is float32.
+        others: (V, D) of e's dtype, the memory of d_weight with the exponentials that e (n or more, piece) has not, as
+            `FirstChunk` says; or None.
         most: bytes that partial tiles may take: `d_input_scratch`.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         schedule: how programs divide the tiles, if not as `choose_schedule` says.
         batch_invariant: of `choose_schedule`.
     """
-    if e.shape[1] != padded(classes):
+    if others is None and e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     n, hidden = len(rho), held.shape[1]
+    first = None if others is None else FirstChunk.of(e.shape[1], n, hidden)
     sizes = n, hidden, classes, most, programs()
     schedule = schedule or choose_schedule(*sizes, batch_invariant=batch_invariant)
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
     splits_head = w.dtype != e.dtype
-    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, splits_head, interpret)
+    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, splits_head, interpret, first)
     # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.
     after = cdiv(n, schedule.tile_rows) * schedule.tile_rows - n
     factors = jnp.pad(rho, (0, after)), jnp.pad(theta, (0, after), constant_values=1.0)
@@ -735,6 +816,8 @@ def store_d_input(
         else []
     )
     body, operands = partial(d_input_kernel, kernel), (start, e, w, *factors, *rows_held)
+    if others is not None:
+        operands = *operands, others
     parts = run_kernel(body, "d_input", operands, results, scratch, (programs(),), interpret)
     if parts:
         body, grid = partial(d_input_sum_kernel, kernel), (schedule.split_tiles, schedule.tile_rows // kernel.piece)

@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.hopper_common import (
     BLOCK_N,
     BLOCK_V,
@@ -89,26 +90,30 @@ def launch_tiles(
     *,
     stored: Any = None,
     into: dict[str, Array] | None = None,
+    first: FirstChunk | None = None,
     interpret: bool,
 ) -> dict[str, Array]:
     """Launches `logits_kernel` on x (N, D) and w (V, D), or (D, V), and returns its results by name.
 
     Args:
-        offsets, stored: of `LogitsKernel`.
+        offsets, stored, first: of `LogitsKernel`.
         by_row, operands: `LogitsKernel.names`; None where there is none.
-        into: arrays whose places the results take, and which keep what the kernel does not write.
+        into: arrays whose places these results take, and which keep what the kernel does not write.
     """
     traced = [jnp.asarray(number, jnp.int32) for number in offsets if not isinstance(number, int)]
     scalars = jnp.concatenate([pauses(tiles.steps), *(number[None] for number in traced)])
     present = {key: value for key, value in {**by_row, **operands}.items() if value is not None}
+    refs = {key: jax.new_ref(array) for key, array in (into or {}).items()}
+    made = {key: result for key, result in results.items() if key not in refs}
     kernel = LogitsKernel(
         tiles,
         tuple(number if isinstance(number, int) else None for number in offsets),
-        (*present, *results),
+        (*present, *refs, *made),
         tuple(key for key in by_row if key in present),
         epilogue,
         stored,
         interpret,
+        first,
     )
     if tiles.vocab_axis:
         w_type = plgpu.SMEM((STAGES, STEP, BLOCK_V), x.dtype, transforms=transforms(STEP))
@@ -117,13 +122,13 @@ def launch_tiles(
     scratch = [two_views((STAGES, BLOCK_N, STEP), x.dtype, interpret=interpret), w_type, *ring_barriers(2)]
     if stored is not None:
         scratch.append(two_views((2, 2, HALF, PIECE), stored, interpret=interpret))
-    arrays, body, grid = (x, w, scalars, *present.values()), partial(logits_kernel, kernel), (tiles.programs,)
-    if into is not None:
-        refs = {key: jax.new_ref(into[key]) for key in results}
-        run_kernel(body, name, (*arrays, *refs.values()), [], scratch, grid, interpret, approximate=True)
-        return {key: jax.freeze(ref) for key, ref in refs.items()}
-    found = run_kernel(body, name, arrays, list(results.values()), scratch, grid, interpret, approximate=True)
-    return dict(zip(results, found, strict=True))
+    arrays, body, grid = (
+        (x, w, scalars, *present.values(), *refs.values()),
+        partial(logits_kernel, kernel),
+        (tiles.programs,),
+    )
+    found = run_kernel(body, name, arrays, list(made.values()), scratch, grid, interpret, approximate=True)
+    return dict(zip(made, found or (), strict=True)) | {key: jax.freeze(ref) for key, ref in refs.items()}
 
 
 def to_logits(
@@ -267,12 +272,15 @@ BITS = {"tops": MAX, "columns": ARGMAX, "exp_logs": ENTROPY, "logit_sums": LOGIT
 BITS |= {"shifts": SHIFTS, "shifts_high": SHIFTS}
 
 
-def exponentials_types(tiles: Tiles, dtype: Any, *, stores: bool, statistics: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the types of the results of the kernel of `exponentials`, by name. `dtype` is that of x."""
+def exponentials_types(
+    tiles: Tiles, dtype: Any, *, stores: bool, statistics: int, piece: int | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the types of the results of the kernel of `exponentials`, by name. `dtype` is that of x, and `piece` of
+    `FirstChunk`."""
     names = ["sums", *(name for name, bit in BITS.items() if statistics & bit)]
     types = dict.fromkeys(names, tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
     if stores:
-        types["out"] = jax.ShapeDtypeStruct((cdiv(tiles.rows, 8) * 8, padded(tiles.classes)), dtype)
+        types["out"] = jax.ShapeDtypeStruct((cdiv(tiles.rows, 8) * 8, piece or padded(tiles.classes)), dtype)
     return types
 
 
@@ -290,7 +298,7 @@ class HeadPart(NamedTuple):
     into: dict[str, Array]
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics"))  # chunks of one size are lowered once
+@partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics", "piece"))  # chunks of one size are lowered once
 def exponentials(
     x: Array,
     w: Array,
@@ -299,6 +307,7 @@ def exponentials(
     target: Array,
     places: Array,
     start: Array | int,
+    others: Array | None = None,
     *,
     rows: int,
     classes: int,
@@ -307,6 +316,7 @@ def exponentials(
     softcap: float | None,
     stores: bool,
     statistics: int,
+    piece: int = 0,
     interpret: bool = False,
 ) -> Exponentials:
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
@@ -319,15 +329,21 @@ def exponentials(
         target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned.
         places: of `places_of` for these rows.
         start: a number of rows, or such a scalar on the device.
+        others: d_weight (V, D) of x's dtype, whose place the exponentials past the first `piece` classes take, as
+            `FirstChunk` says; or None.
         rows, classes, vocab_axis, logit_scale, softcap: static arguments.
         stores: whether the exponentials are stored.
         statistics: of `linear_ce.statistics`, which are computed.
+        piece: of `FirstChunk`, with `others`.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
-    values = bias, ref_exponent, target, places
-    return to_exponentials(_exponentials(tiles, switches, x, w, *values, (start, 0, 0), None, interpret=interpret))
+    values, into, first = (bias, ref_exponent, target, places), None, None
+    if others is not None:
+        into, first = {"others": others}, FirstChunk.of(piece, rows, others.shape[1])
+    found = _exponentials(tiles, switches, x, w, *values, (start, 0, 0), into, first, interpret=interpret)
+    return to_exponentials(found)
 
 
 @partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics", "blocks"))
@@ -365,7 +381,7 @@ def exponentials_of_part(
     switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
     offsets = start, part.first_class, 0, part.first_block
     values = bias, ref_exponent, target, places
-    return _exponentials(tiles, switches, x, w, *values, offsets, part.into, interpret=interpret)
+    return _exponentials(tiles, switches, x, w, *values, offsets, part.into, None, interpret=interpret)
 
 
 def nothing_yet(rows: int, classes: int, *, stores: bool, statistics: int) -> dict[str, Array]:
@@ -376,10 +392,12 @@ def nothing_yet(rows: int, classes: int, *, stores: bool, statistics: int) -> di
 
 def _exponentials(
     tiles: Tiles, switches: ExponentialsSwitches, x: Array, w: Array, bias: Array | None, ref_exponent: Array,
-    target: Array, places: Array, offsets: tuple[Array | int, ...], into: dict[str, Array] | None, *, interpret: bool,
+    target: Array, places: Array, offsets: tuple[Array | int, ...], into: dict[str, Array] | None,
+    first: FirstChunk | None, *, interpret: bool,
 ) -> dict[str, Array]:  # fmt: skip
     by_row = {"ref_exponent": tiles.by_row(ref_exponent, jnp.inf)}  # no row: zeros
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
+    options = {"stores": switches.stores, "statistics": switches.statistics, "piece": first and first.piece}
     return launch_tiles(
         "exponentials",
         partial(exponentials_epilogue, switches),
@@ -389,9 +407,10 @@ def _exponentials(
         offsets,
         by_row,
         operands,
-        exponentials_types(tiles, x.dtype, stores=switches.stores, statistics=switches.statistics),
+        exponentials_types(tiles, x.dtype, **options),
         stored=x.dtype if switches.stores else None,
         into=into,
+        first=first,
         interpret=interpret,
     )
 
@@ -402,7 +421,9 @@ def to_exponentials(found: dict[str, Array]) -> Exponentials:
         found = {**found, "exp_logs": found["exp_logs"] * LN_2}
     others = {name: found.get(name) for name in BITS if name != "tops"}
     of_targets = (found[name] for name in OF_TARGETS)
-    return Exponentials(found.get("out"), found["sums"], found.get("tops"), *of_targets, **others)
+    return Exponentials(
+        found.get("out"), found["sums"], found.get("tops"), *of_targets, **others, others=found.get("others")
+    )
 
 
 class StatisticsSwitches(NamedTuple):

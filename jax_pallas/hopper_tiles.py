@@ -9,6 +9,7 @@ a piece of a tile is finished       `finish`, which calls the epilogue
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_pallas import hopper_common
+from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.hopper_common import (
     BLOCK_N,
     BLOCK_V,
@@ -233,6 +235,7 @@ class LogitsKernel:
             row.
         stored: dtype of the result "out"; None: nothing is stored.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
+        first: of "out" and "others", which has the classes past `first.piece`; None: all are in "out".
     """
 
     tiles: Tiles
@@ -242,6 +245,7 @@ class LogitsKernel:
     epilogue: Epilogue
     stored: Any
     interpret: bool
+    first: FirstChunk | None = None
 
 
 class Program(NamedTuple):
@@ -385,5 +389,15 @@ def store_piece(own: Program, values: Array, row: Array, column: Array, piece: i
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
     buffer[own.warpgroup, piece % 2] = values
     plgpu.commit_smem()
-    at = (pl.ds(row, HALF), pl.ds(column, PIECE))
-    plgpu.copy_smem_to_gmem(moved.at[own.warpgroup, piece % 2], own.refs["out"].at[at])
+    at, first = (pl.ds(row, HALF), pl.ds(column, PIECE)), own.kernel.first
+    store = partial(plgpu.copy_smem_to_gmem, moved.at[own.warpgroup, piece % 2])
+    if first is None:
+        store(own.refs["out"].at[at])
+        return
+
+    def later() -> None:
+        start, within = first.place(column)
+        store(own.refs["others"].at[pl.ds(start + row, HALF), pl.ds(within, PIECE)])
+
+    # Rows past a group are those of another. They are none of the chunk's, and outside of "out" too.
+    either((column < first.piece) | (row >= first.rows), lambda: store(own.refs["out"].at[at]), later)

@@ -27,6 +27,7 @@ from jax_pallas.row_kernels import (
     Exponentials,
     Repaired,
     leaves_range,
+    put_exponentials,
     repaired_ref_exponent,
     top_exponent_of,
 )
@@ -178,6 +179,7 @@ class ExponentialsIO(NamedTuple):
     exp_log_ref: Any
     logit_sum_ref: Any
     square_ref: Any
+    others_ref: Any = None  # of `Exponentials`
 
 
 def exponential(logits: Array, reference: Array) -> Array:
@@ -209,15 +211,16 @@ def store_exponentials(
     if io.square_ref is not None:
         store(io.square_ref, *part.by_block, values=lax.square(exponentials).sum(1), mask=part.inside)
     if io.e_ref is not None:
-        store_e(matmul, part, exponentials, io.e_ref)
+        store_e(matmul, part, exponentials, io.e_ref, io.others_ref)
 
 
-def store_e(matmul: Matmul, part: LogitsTile, exponentials: Array, e_ref: Any) -> None:
+def store_e(matmul: Matmul, part: LogitsTile, exponentials: Array, e_ref: Any, others_ref: Any) -> None:
     """Writes the exponentials of a tile, times the cap's slope: (31)."""
     if matmul.softcap is not None:
         exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
-    mask = part.inside[:, None] & (part.place < e_ref.shape[1])[None, :]
-    store(e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
+    end = e_ref.shape[1] if others_ref is None else matmul.classes
+    mask = part.inside[:, None] & (part.place < end)[None, :]
+    put_exponentials(e_ref, others_ref, matmul.rows, part.row[:, None], part.place[None, :], exponentials, mask)
 
 
 def exponentials_kernel(
@@ -307,7 +310,7 @@ def repair_kernel(
     If the rows' sums total (rows,) are there, rows whose sum does not leave the range keep their e. So it does not
     depend on the other rows of the block.
     """
-    matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-7:]
+    matmul, (top_ref, e_ref, others_ref, *results) = repair.matmul, rest[-8:]
     first_row, first_flag, launch_step = scalars_ref[1], scalars_ref[2], scalars_ref[3]
     program = pl.program_id(0)
 
@@ -326,7 +329,8 @@ def repair_kernel(
             sum_ref, target_exp_ref, target_logit_ref, exp_log_ref, square_ref = results
             of_targets = target_exp_ref, target_logit_ref
             all_rows = e_ref if total_ref is None else None
-            io = ExponentialsIO(target_ref, all_rows, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
+            statistics = None, exp_log_ref, None, square_ref
+            io = ExponentialsIO(target_ref, all_rows, sum_ref, None, *of_targets, *statistics, others_ref)
             store_exponentials(matmul, part, ref_exponent, io, first_row)
 
         if total_ref is None or e_ref is None:
@@ -338,7 +342,7 @@ def repair_kernel(
             lost = part.inside & leaves_range(load(total_ref, part.row, mask=part.inside))
             reference = repaired_ref_exponent(load(top_ref, at, mask=lost), repair.top_exponent) * LN_2
             exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
-            store_e(matmul, part._replace(inside=lost), exponentials, e_ref)
+            store_e(matmul, part._replace(inside=lost), exponentials, e_ref, others_ref)
 
     def step(index: Any, _: None) -> None:
         number = program + index * repair.programs
@@ -351,11 +355,11 @@ def repair_kernel(
 
 
 def repair(
-    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None, total: Array | None,
+    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, found: Exponentials, total: Array | None,
     statistics: int,
-) -> tuple[CallRows, Array | None, Repaired]:  # fmt: skip
+) -> tuple[CallRows, Exponentials, Repaired]:  # fmt: skip
     """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`. With the
-    rows' sums `total` (rows,) it repairs by row."""
+    rows' sums `total` (rows,) it repairs by row. Returns the rows and the exponentials with what is repaired."""
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     matmul = Matmul(size, problem.classes, *options, ranged=False)
@@ -364,12 +368,12 @@ def repair(
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(size, statistics)), jnp.float32)
     others = (by_block if statistics & bit else None for bit in (ENTROPY, SQUARES))  # those of the exponentials
-    made = by_block, of_target, of_target, *others
+    made, e, others = (by_block, of_target, of_target, *others), found.e, found.others
     for step in (FINDS, REDOES):
         scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step)])
-        operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, total, rows.top, e
-        results, in_place = (rows.top, e, *made), 1 + (e is not None)
-        top, e, *repaired = run(
+        operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, total, rows.top, e, others
+        results, in_place = (rows.top, e, others, *made), 1 + (e is not None) + (others is not None)
+        top, e, others, *repaired = run(
             repair_kernel,
             static_args,
             operands,
@@ -379,7 +383,7 @@ def repair(
             stages=REPAIR_STAGES,
         )
         rows = rows._replace(top=top)
-    return rows, e, Repaired(*repaired)
+    return rows, found._replace(e=e, others=others), Repaired(*repaired)
 
 
 def statistics_kernel(

@@ -140,6 +140,7 @@ class ExecutionPlan:
             budget=self.memory_budget,
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
+            first_rows=self.scaled_exp_config.first_rows if self.path == "scaled_exp" else 0,
             others=None if others is None else (others.path, others.chunks.rows, others.tokens),
             fixed_rows=tile_config.FIXED_ROWS if self.batch_invariant else None,
         )
@@ -294,6 +295,13 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 return size + key.splits_head * rows * hidden * (w.itemsize + x.itemsize)
             return 4 * rows * hidden  # of XLA's GEMM
 
+        # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes. A float32 d_weight
+        # would have to be read as 16 bits. TMA reads tiles of 8 rows.
+        room = 0
+        writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
+        by_class = key.vocab_axis == 0 and vocab % 8 == 0 and not key.splits_head
+        if multiplies and writes and by_class and x.dtype == "bfloat16":
+            room = tile_config.first_chunk_room(hidden)
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
@@ -332,6 +340,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             # Numbers of the rows, and the sample of the head with its bias.
             copied=fits_float16 * (40 * tokens + tile_config.CLASS_BLOCK * (2 * x.itemsize * hidden + 8)),
             batch_invariant=key.batch_invariant,
+            room=room,
             call=call,
             budget=key.memory_budget,
         )

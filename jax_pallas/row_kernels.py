@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.problem import Problem
 from jax_pallas.row_math import nll_and_lse
 from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK
@@ -62,6 +63,7 @@ class Exponentials(NamedTuple):
             equals, and the sums of exponentials times their logarithms, of logits and of squared exponentials, as
             `tops`.
         shifts, shifts_high: of the first and the last three pieces of a class block, as `tops`: `shift_of`.
+        others: the memory of d_weight with the exponentials that e has not, as `FirstChunk` says; None: e has all.
     """
 
     e: Array | None
@@ -75,6 +77,7 @@ class Exponentials(NamedTuple):
     squares: Array | None = None
     shifts: Array | None = None
     shifts_high: Array | None = None
+    others: Array | None = None
 
 
 class TargetPlaces(NamedTuple):
@@ -161,14 +164,13 @@ def pick_kernel(
 
 
 def pick(
-    problem: Problem, target: Array, row_weight: Array, *, chunks: int, chunk_rows: int, holds: bool, largest: bool,
-    gradients: bool,
+    problem: Problem, target: Array, row_weight: Array, *, flags: int, holds: bool, largest: bool, gradients: bool,
 ) -> tuple[CallRows, Array | None]:  # fmt: skip
-    """Launches `pick_kernel`; returns the rows of the call, and with `holds` held (N, D)."""
+    """Launches `pick_kernel`; returns the rows of the call with so many flags, and with `holds` held (N, D)."""
     x, spec, size = problem.input, problem.spec, len(target)
     of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
     held = jax.ShapeDtypeStruct(x.shape, x.dtype) if holds else None
-    flag = jax.ShapeDtypeStruct((chunks * chunk_flags(chunk_rows),), jnp.int32)
+    flag = jax.ShapeDtypeStruct((flags,), jnp.int32)
     assert flag.size <= size
     block_d = min(1024, pl.next_power_of_2(x.shape[1]))
     static_args = Pick(problem.classes, problem.vocab_axis, spec.logit_scale, spec.softcap, block_d)
@@ -268,7 +270,7 @@ def finish_rows_kernel(
     The sums of `Repaired` count for the row blocks that were computed again; with `by_row`, only for those rows of them
     whose own sums leave the range. So the results do not depend on the other rows of the block.
     """
-    loss_ref, lse_ref, logit_ref, largest_ref, theta_ref, e_ref, x_ref, rho_ref = rest[len(rest) // 2 :]
+    loss_ref, lse_ref, logit_ref, largest_ref, theta_ref, e_ref, others_ref, x_ref, rho_ref = rest[len(rest) // 2 :]
     row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
     inside, at = row < place_ref[SIZE], place_ref[FIRST_ROW] + row
     block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
@@ -319,9 +321,24 @@ def finish_rows_kernel(
     rho = jnp.where(contributes, static_args.logit_scale * (kept + z_loss) / total, 0.0)
     store(rho_ref, row, values=rho, mask=inside)
     store(theta_ref, at, values=jnp.where(contributes, static_args.logit_scale * theta, 0.0), mask=inside)
-    store(e_ref, row, lax.max(target, jnp.int32(0)), values=jnp.zeros_like(rho), mask=is_class)
+    zeros = jnp.zeros_like(rho)
+    put_exponentials(e_ref, others_ref, rho_ref.shape[0], row, lax.max(target, jnp.int32(0)), zeros, is_class)
     if x_ref is not None:
         scale_rows(x_ref, place_ref[FIRST_OF_X] + row, rho, inside)
+
+
+def put_exponentials(
+    e_ref: Any, others_ref: Any, rows: int, row: Array, column: Array, values: Array, mask: Array
+) -> None:
+    """Writes exponentials of a chunk of so many rows where `Exponentials` has them. The classes are within e's columns,
+    or past them where `others_ref` is not None."""
+    if others_ref is None:
+        store(e_ref, row, column, values=values, mask=mask)
+        return
+    first = FirstChunk.of(e_ref.shape[1], rows, others_ref.shape[1])
+    start, within = first.place(column)
+    store(e_ref, row, column, values=values, mask=mask & (column < first.piece))
+    store(others_ref, start + row, within, values=values, mask=mask & (column >= first.piece))
 
 
 def scale_rows(x_ref: Any, row: Array, rho: Array, inside: Array) -> None:
@@ -366,21 +383,21 @@ def repaired_ref_exponent(top: Array, top_exponent: int) -> Array:
 def finish_rows(
     problem: Problem, rows: CallRows, place: Array, size: int, found: Exponentials, places: TargetPlaces | None,
     joined: Joined, repaired: Repaired, x: Array | None, *, by_row: bool,
-) -> tuple[CallRows, Array | None, Array | None, Array | None]:  # fmt: skip
+) -> tuple[CallRows, Exponentials, Array | None, Array | None]:  # fmt: skip
     """Launches `finish_rows_kernel` for a chunk of `size` rows at place (4,) of `join_blocks`. Returns the rows of the
-    call, e, x times rho and rho, each None if not computed."""
+    call, the exponentials, x times rho and rho, the last two None if not computed."""
     spec, of_targets = problem.spec, None
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
     static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap, by_row, top_exponent_of(problem))
     of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *repaired[:3]
     of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
-    written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x
+    written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, found.others, x
     rho = None if found.e is None else jax.ShapeDtypeStruct((size,), jnp.float32)
     results, in_place = (*written, rho), sum(array is not None for array in written)
     operands, grid = (place, *of_chunk, *of_call, *written), (pl.cdiv(size, FINISHED_ROWS),)
-    (loss, lse, target_logit, largest, theta, e, x, rho) = run(
+    (loss, lse, target_logit, largest, theta, e, others, x, rho) = run(
         finish_rows_kernel, static_args, operands, results, grid, in_place=in_place, stages=1
     )
     rows = rows._replace(loss=loss, lse=lse, target_logit=target_logit, largest=largest, theta=theta)
-    return rows, e, x, rho
+    return rows, found._replace(e=e, others=others), x, rho

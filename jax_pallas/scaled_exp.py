@@ -26,6 +26,9 @@ A float32 head may be split in two matrices of the input's dtype: (39). The Hopp
 matmuls of d_input, take both halves of a vocabulary chunk, a copy. The other kernels split the head as they read it.
 d_weight is float32 then.
 
+A first chunk may be larger than the others, with most of its exponentials in the memory of d_weight, which is not
+written yet (`first_chunk.py`). Its d_input is computed before its d_weight.
+
 The memory of d_input holds the rows of the input, with zeros in rows that do not contribute, until a chunk's rows of
 d_input replace them. So a chunk takes little memory besides its exponentials.
 """
@@ -37,6 +40,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import float16, kernels, row_kernels, saved_kernels, target_grad, tile_config
+from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, halves, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics, first_of_largest
@@ -192,18 +196,19 @@ def _run(
     target, row_weight = _call_rows(problem)
     if hook is not None:  # until `_call_token_loss` replaces them
         row_weight = (row_weight != 0).astype(jnp.float32)
-    chunks, gradients = -(-tokens // config.rows), any(needs_grad) or saves
+    last_start, gradients = config.last_start(tokens), any(needs_grad) or saves
+    others = last_start // config.rows  # chunks, besides the last
+    flags = others * row_kernels.chunk_flags(config.rows) + row_kernels.chunk_flags(config.first_rows or config.rows)
     rows, held = row_kernels.pick(
         problem,
         target,
         row_weight,
-        chunks=chunks,
-        chunk_rows=config.rows,
+        flags=flags,
         holds=needs_grad.d_input,
         largest=statistics & MAX != 0,
         gradients=gradients,
     )
-    places = _call_places(problem, target, chunks)
+    places = _call_places(problem, target, others + 1)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
         shared = hook, smoothing, scales, statistics
@@ -219,7 +224,7 @@ def _run(
     # XLA's GEMM adds to d_weight in place only inside a loop.
     unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.spec.splits_head
     if not saves:
-        carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
+        carry, found = over_chunks(body, carry, tokens, config.rows, full=last_start, unrolls=unrolls)
     else:  # the chunks' exponentials stay where they are written
         parts = []
         for start in range(0, tokens, config.rows):
@@ -252,7 +257,7 @@ def _call_rows(problem: Problem) -> tuple[Array, Array]:
     """Returns the targets, int32, -1 where they are not a class, and the row weights, (P,) each, padded to the end of
     the last chunk's tiles."""
     config, target = plan_of(problem).scaled_exp_config, problem.target
-    last = (problem.tokens - 1) // config.rows * config.rows
+    last = config.last_start(problem.tokens)
     end = last + -(-config.kernel_rows(problem.tokens - last) // ROW_BLOCK) * ROW_BLOCK
     past = (0, end - problem.tokens)
     target = jnp.where((target >= 0) & (target < problem.classes), target, -1).astype(jnp.int32)
@@ -262,13 +267,15 @@ def _call_rows(problem: Problem) -> tuple[Array, Array]:
 def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
     """Returns the places where the Hopper kernel writes the targets' logits and summands, for all chunks.
 
-    It is None for the other kernels, which have one place, and for many chunks, where each chunk computes its own.
+    It is None for the other kernels, which have one place, and for many chunks or a larger first one, where each chunk
+    computes its own.
     """
-    if not plan_of(problem).hopper or chunks > CALL_PLACES:
+    config = plan_of(problem).scaled_exp_config
+    if not plan_of(problem).hopper or chunks > CALL_PLACES or config.first_rows:
         return None
     from jax_pallas import hopper_logits
 
-    return hopper_logits.chunk_places(target, problem.classes, plan_of(problem).scaled_exp_config.rows, chunks)
+    return hopper_logits.chunk_places(target, problem.classes, config.rows, chunks)
 
 
 def _target_places(
@@ -278,7 +285,7 @@ def _target_places(
     plan = plan_of(problem)
     if not plan.hopper:
         return None
-    rows = plan.scaled_exp_config.rows
+    rows = max(size, plan.scaled_exp_config.rows)
     if call_places is not None:
         return TargetPlaces(call_places, jnp.int32(chunk.start // rows))
     from jax_pallas import hopper_logits
@@ -314,8 +321,13 @@ def _chunk(
 ) -> tuple[Carry, OfTokens]:
     """Computes one chunk of rows. Returns the carry and what is known of its tokens."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
-    size = config.kernel_rows(chunk.size)
-    if carry.held is not None:
+    size, in_d_weight = config.kernel_rows(chunk.size), None  # what holds some of the exponentials
+    if first and config.first_rows:
+        in_d_weight = carry.d_weight
+        assert in_d_weight is not None
+    if carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
+        x, start = lax.optimization_barrier(chunk.of(carry.held)), 0
+    elif carry.held is not None:
         x, start = carry.held, chunk.start
     elif gradients:
         x, start = jnp.pad(problem.rows(chunk), ((0, size - chunk.size), (0, 0))), 0
@@ -328,7 +340,7 @@ def _chunk(
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
     chunk_places = _target_places(problem, rows.target, chunk, size, places)
     rows, found, joined, repaired = _store_exponentials(
-        problem, rows, chunk, size, place, x, chunk_places, statistics, stores=gradients
+        problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, stores=gradients
     )
     of_tokens = OfTokens(None, None)
     if hook is not None:
@@ -339,10 +351,10 @@ def _chunk(
     by_row &= plan_of(problem).batch_invariant or not gradients
     fits = plan_of(problem).fits_float16
     of_x = x if scales_x and not fits else None
-    rows, e, scaled, rho = row_kernels.finish_rows(
+    rows, found, scaled, rho = row_kernels.finish_rows(
         problem, rows, place, size, found, chunk_places, joined, repaired, of_x, by_row=by_row
     )
-    power = None
+    e, power = found.e, None
     if fits and e is not None and rho is not None:
         rows, e, scaled, rho, power = float16.fit(
             rows, chunk, place, size, found, e, x, start, rho, scales_x=scales_x, scales=scales
@@ -361,6 +373,8 @@ def _chunk(
     if e is None or rho is None:
         return carry, of_tokens
     x = x if scaled is None else scaled
+    if found.others is not None:
+        return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho), of_tokens
     carry = _add_gradients(problem, carry, chunk, e, x, start, rho, power, first=first)
     return carry, of_tokens
 
@@ -383,7 +397,7 @@ def _call_token_loss(
     `row_kernels.finish_rows` runs as in plan B. With row weights of 1 its losses are the negative log-likelihoods.
     """
     of_call = rows._replace(theta=None)
-    without_e = found._replace(e=None)
+    without_e = found._replace(e=None, others=None)
     of_call, *_ = row_kernels.finish_rows(
         problem, of_call, place, size, without_e, places, joined, repaired, None, by_row=True
     )
@@ -461,10 +475,13 @@ def _store_exponentials(
     x: Array,
     places: TargetPlaces | None,
     statistics: int,
+    in_d_weight: Array | None,
     *,
     stores: bool,
 ) -> tuple[CallRows, Exponentials, Joined, Repaired]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, and the targets' logits and summands.
+
+    With `in_d_weight` e has the first classes only, and the others are there: `first_chunk.py`.
 
     The rows of the chunk start at row place[FIRST_OF_X] of x. The chunk may end after the last row of the call: the
     reference exponent there is inf, so the exponentials are zeros. The Hopper kernels may add more rows of zeros to e.
@@ -491,12 +508,15 @@ def _store_exponentials(
         arrays = *arrays, in_chunk, place[row_kernels.FIRST_OF_X]
         if problem.spec.splits_head:
             found = _exponentials_of_split_head(problem, arrays, options)
+        elif in_d_weight is not None:
+            piece = plan_of(problem).scaled_exp_config.piece
+            found = hopper_logits.exponentials(*arrays, in_d_weight, **options, piece=piece)
         else:
             found = hopper_logits.exponentials(*arrays, **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
     total = joined.total if plan_of(problem).batch_invariant else None
-    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, total, statistics)
-    return rows, found._replace(e=e), joined, repaired
+    rows, found, repaired = kernels.repair(problem, x, rows, place, size, found, total, statistics)
+    return rows, found, joined, repaired
 
 
 def _exponentials_of_split_head(problem: Problem, arrays: tuple[Any, ...], options: dict[str, Any]) -> Exponentials:
@@ -551,6 +571,23 @@ def _add_gradients(
     return Carry(rows, held, d_weight, d_bias)
 
 
+def _first_gradients(problem: Problem, carry: Carry, chunk: Slice, e: Array, x: Array, rho: Array) -> Carry:
+    """Returns the gradients of a first chunk with exponentials in the memory of d_weight, but for the targets' terms.
+    d_weight is written last."""
+    from jax_pallas import hopper_gradients
+
+    rows, held, d_weight, d_bias = carry
+    assert d_weight is not None
+    if d_bias is not None:
+        first = FirstChunk.of(e.shape[1], chunk.size, d_weight.shape[1])
+        d_bias = d_bias + first.class_sums(e, d_weight, rho, problem.classes)
+    if held is not None:
+        held = _store_d_input(problem, rows, chunk, e, held, rho, d_weight)
+    d_weight, held, d_bias = lax.optimization_barrier((d_weight, held, d_bias))
+    d_weight = hopper_gradients.write_d_weight(e, x, 0, d_weight, classes=problem.classes, rows=chunk.size)
+    return Carry(rows, held, d_weight, d_bias)
+
+
 def _add_d_weight(
     problem: Problem,
     chunk: Slice,
@@ -588,8 +625,10 @@ def _add_d_weight(
     return update if first else d_weight + update
 
 
-def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, held: Array, rho: Array) -> Array:
-    """Writes the rows of d_input of a chunk: (32)."""
+def _store_d_input(
+    problem: Problem, rows: CallRows, chunk: Slice, e: Array, held: Array, rho: Array, others: Array | None = None
+) -> Array:
+    """Writes the rows of d_input of a chunk: (32). `others` are of `Exponentials`."""
     plan, w, part = plan_of(problem), problem.linear_weight, Slice(chunk.start, len(rho), None)
     assert rows.theta is not None
     theta = part.of(rows.theta)
@@ -598,6 +637,7 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, hel
 
         held, low = _put_target_rows(problem, rows, chunk, held)
         shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "low": low}
+        shared |= {} if others is None else {"others": others}
         shared |= {"most": plan.scaled_exp_config.d_input_bytes, "batch_invariant": plan.batch_invariant}
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     w_target = target_rows(problem, part.of(rows.target).clip(0))

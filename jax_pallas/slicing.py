@@ -85,17 +85,17 @@ UNROLLED = 8  # chunks at most
 
 
 def over_chunks[T](
-    body: Callable[..., tuple[T, Any]], carry: T, length: int, size: int, *, unrolls: bool
+    body: Callable[..., tuple[T, Any]], carry: T, length: int, size: int, *, full: int, unrolls: bool
 ) -> tuple[T, Any]:
     """Runs `body(carry, chunk, first=...)` over chunks of an axis that do not overlap, the last chunk first.
 
-    The last chunk may be shorter, and it starts the sums that the others add to. So only one chunk needs separate code.
+    The last chunk starts at `full`, after whole chunks. It may be shorter or longer, and it starts the sums that the
+    others add to. So only one chunk needs separate code.
 
     If `unrolls`, a few chunks are unrolled. Their starts are then constants, and no kernels are launched to compute
     starts, to slice or to gather. Each chunk must take an input from the carry, or two chunks would be in memory at the
     same time.
     """
-    full = (length - 1) // size * size
     carry, last = body(carry, Slice(full, length - full, None), first=True)
     if not full:
         return carry, last

@@ -4,6 +4,7 @@ These functions determine speed and memory. They change results only by rounding
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -243,6 +244,9 @@ class ScaledExpConfig:
         head_rows: rows of the head that a matmul takes at a time: all of them, unless the head is split.
         d_input_bytes: bytes that the partial tiles of d_input may take.
         bytes: bytes of workspace.
+        first_rows: rows of the last chunk, which is computed first, if its exponentials are in the memory of d_weight
+            (`first_chunk.py`): more than `rows`. 0: it is as the others, or smaller.
+        piece: classes whose exponentials are in the workspace then.
     """
 
     rows: int
@@ -250,6 +254,12 @@ class ScaledExpConfig:
     head_rows: int
     d_input_bytes: int
     bytes: int
+    first_rows: int = 0
+    piece: int = 0
+
+    def last_start(self, tokens: int) -> int:
+        """Returns the first row of the last chunk, a multiple of `rows`."""
+        return tokens - self.first_rows if self.first_rows else (tokens - 1) // self.rows * self.rows
 
     def kernel_rows(self, size: int) -> int:
         """Returns the rows that the kernels of a chunk of `size` rows compute."""
@@ -272,6 +282,17 @@ D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
+FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d_weight
+
+FIRST_CHUNK_TRIES = 6  # sizes of its piece that are estimated
+
+FIRST_CHUNK_PIECE = 4  # times its rows: the fewest classes of its piece, so that the others are not much shorter
+
+
+def first_chunk_room(hidden: int) -> int:
+    """Returns the most rows of a first chunk with exponentials in the memory of d_weight: `first_chunk.py`."""
+    return hidden // CLASS_BLOCK * CLASS_BLOCK // ROW_BLOCK * ROW_BLOCK
+
 
 def choose_scaled_exp(
     *,
@@ -292,6 +313,7 @@ def choose_scaled_exp(
     second_d_weight: int,
     copied: int = 0,
     batch_invariant: bool = False,
+    room: int = 0,
     call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
@@ -318,6 +340,8 @@ def choose_scaled_exp(
             place only inside a loop, and XLA inlines a loop of one step.
         copied: bytes of copies and of other numbers of the rows.
         batch_invariant: of `choose_schedule`.
+        room: most rows of a first chunk with exponentials in the memory of d_weight: `first_chunk_room`. 0: d_weight
+            has no such memory.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -345,25 +369,32 @@ def choose_scaled_exp(
             part = max(1, waves * programs // row_blocks)
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
 
-    def config(rows: int, cast_bytes: int) -> ScaledExpConfig:
-        head_rows = head_rows_of(rows, cast_bytes)
-        padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
+    def config(rows: int, cast_bytes: int, first_rows: int = 0) -> ScaledExpConfig:
+        head_rows, most_rows = head_rows_of(rows, cast_bytes), max(rows, first_rows)
+        padded_rows = -(-most_rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
         # statistics are read when these are there.
         partial = (1 + statistics) * blocks + 3 * again if statistics > 1 else max((1 + statistics) * blocks, again)
         sums = (4 * partial + TARGET_BYTES * hopper + 32) * padded_rows
         chunks = cdiv(tokens, rows)
-        places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
+        at_once = chunks if chunks <= CALL_PLACES and not first_rows else 1
+        places = 4 * blocks * 2 * cdiv(most_rows, ROW_BLOCK) * at_once * hopper
         size = fixed + places + second_d_weight * (chunks == 2) + 2 * itemsize * hidden * head_rows * splits_head
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
-        size += itemsize * (-(-rows // 8) * 8 * padded(classes) * in_workspace + rows * hidden * (saves or not holds))
+        copied_rows = most_rows if saves or not holds else first_rows
+        stored = -(-rows // 8) * 8 * padded(classes)
+        size += itemsize * (stored * in_workspace + copied_rows * hidden)
         most = max(0, min(budget // D_INPUT_FRACTION, budget - size))
         last = (tokens - 1) % rows + 1
         last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
-        of_d_input = scratch(rows, most)
+        piece = 0
+        if first_rows:
+            last_rows, piece = first_rows, stored // (-(-first_rows // 8) * 8) // block_v * block_v
+        of_d_input = max(scratch(size, most) for size in {rows, first_rows or rows})
         if splits_head and of_d_input and not hopper:  # the sum and a term of XLA's GEMM, and columns of exponentials
             of_d_input += of_d_input + itemsize * rows * head_rows
-        return ScaledExpConfig(rows, last_rows, head_rows, most, size + max(sums, of_d_input))
+        size += max(sums, of_d_input)
+        return ScaledExpConfig(rows, last_rows, head_rows, most, size, first_rows, min(piece, classes))
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not call.d_input:
@@ -378,11 +409,31 @@ def choose_scaled_exp(
 
     def ms(found: ScaledExpConfig) -> float:
         assert call is not None
+        last_rows = tokens - found.last_start(tokens)
         chunk, last = (
-            chunk_cost.Chunk(rows, kernel_rows, d_input_of(kernel_rows, found))
-            for rows, kernel_rows in ((found.rows, found.rows), ((tokens - 1) % found.rows + 1, found.last_rows))
+            chunk_cost.Chunk(rows, kernel_rows, d_input_of(kernel_rows, found), piece)
+            for rows, kernel_rows, piece in ((found.rows, found.rows, 0), (last_rows, found.last_rows, found.piece))
         )
         return chunk_cost.call_ms(call, chunk, last)
+
+    def with_first(usual: ScaledExpConfig) -> ScaledExpConfig | None:
+        """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as fit
+        beside the usual chunks."""
+        others = max(0, -(-(tokens - room) // usual.rows))
+        first_rows = tokens - others * usual.rows
+        if first_rows <= usual.rows:
+            return None
+        rows = {usual.rows}
+        if not others:  # the workspace may hold fewer rows of exponentials, in more pieces
+            step = -(-usual.rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
+            rows |= {*range(step, usual.rows, step)}
+        made = (config(one, 0, first_rows) for one in rows)
+        fitting = (one for one in made if one.piece >= FIRST_CHUNK_PIECE * first_rows and one.bytes <= enough)
+        timed = [(ms(one), one) for one in fitting]
+        least = min((time for time, _ in timed), default=math.inf)
+        if least >= (1 - FIRST_CHUNK_GAIN) * ms(usual):
+            return None
+        return min((one for time, one in timed if time <= (1 + chunk_cost.TIE) * least), key=lambda one: one.bytes)
 
     for cast_bytes in [min(CAST_BYTES, budget // 4), 0] if splits_head else [0]:  # first what is fast
         best = chunk_cost.choose_rows(
@@ -398,7 +449,8 @@ def choose_scaled_exp(
             ms=ms,
         )
         if best is not None:
-            return best
+            has_first = room > 0 and call is not None and best.rows < tokens
+            return (with_first(best) if has_first else None) or best
     raise BudgetTooSmallError(config(least_rows, 0).bytes, tokens, classes, budget)
 
 

@@ -177,7 +177,10 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
         sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16) if stores else None
         place = jnp.asarray([first_row, first_flag, START, ROWS], jnp.int32)
         statistics = OF_LOGITS if total is None else OF_LOGITS | BY_ROW
-        return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens, total, statistics)
+        found: Any = row_kernels.Exponentials(sevens, *[None] * 4)  # pyright: ignore[reportArgumentType]
+        of_call = called(512, target, flag)
+        rows, found, repaired = kernels.repair(ours, problem.x, of_call, place, ROWS, found, total, statistics)
+        return rows, found.e, repaired
 
     rows, e, repaired = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
     ref_exponent = np.floor(problem.logits.max(1) * LOG2_E)
@@ -461,16 +464,15 @@ def compile_one(
     def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any, total: Any) -> Any:
         ours = call_problem(x, w, bias)
         statistics = BY_ROW if function == "repair_by_row" else OF_LOGITS * options
-        return kernels.repair(ours, x, rows, place, n, e, total, statistics)
+        return kernels.repair(ours, x, rows, place, n, found._replace(e=e), total, statistics)
 
     def exponentials(*arrays: Any) -> Any:
         return kernels.exponentials(*arrays, **stores)
 
     def pick(x: Any, w: Any, bias: Any, target: Any, row_weight: Any) -> Any:
         ours = call_problem(x, w, bias)
-        return row_kernels.pick(
-            ours, target, row_weight, chunks=4, chunk_rows=n, holds=True, largest=options, gradients=True
-        )
+        flags = 4 * row_kernels.chunk_flags(n)
+        return row_kernels.pick(ours, target, row_weight, flags=flags, holds=True, largest=options, gradients=True)
 
     def join_blocks(rows: Any, place: Any, sums: Any, tops: Any) -> Any:
         return row_kernels.join_blocks(rows, place, n, sums, tops)
