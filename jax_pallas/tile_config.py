@@ -286,7 +286,7 @@ FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d
 
 FIRST_CHUNK_TRIES = 6  # sizes of its piece that are estimated
 
-FIRST_CHUNK_PIECE = 4  # times its rows: the fewest classes of its piece, so that the others are not much shorter
+FIRST_CHUNK_PIECE = 4  # times its rows, to whole row blocks: the fewest classes of its piece. Others are little shorter
 
 
 def first_chunk_room(hidden: int) -> int:
@@ -428,7 +428,8 @@ def choose_scaled_exp(
             step = -(-usual.rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
             rows |= {*range(step, usual.rows, step)}
         made = (config(one, 0, first_rows) for one in rows)
-        fitting = (one for one in made if one.piece >= FIRST_CHUNK_PIECE * first_rows and one.bytes <= enough)
+        least_piece = FIRST_CHUNK_PIECE * -(-first_rows // ROW_BLOCK) * ROW_BLOCK
+        fitting = (one for one in made if one.piece >= least_piece and one.bytes <= enough)
         timed = [(ms(one), one) for one in fitting]
         least = min((time for time, _ in timed), default=math.inf)
         if least >= (1 - FIRST_CHUNK_GAIN) * ms(usual):

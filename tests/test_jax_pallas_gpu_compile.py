@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from sass import innermost_loop, missing_overlap, opcodes, unread_at_arrival
 
 from benchmarks.launch_recorder import dump
 from benchmarks.shapes import Shape
 from benchmarks.sm80_pallas import compile_for, lower_exponentials
+from jax_pallas import explain
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 HERE = Path(__file__).parent
@@ -23,6 +26,7 @@ COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
 ASSEMBLER = COMPILER / "nvidia/cu13/bin/ptxas"
 
 LLAMA, QWEN, GEMMA = (4096, 128256), (896, 151936), (2304, 256000)
+PHI = (3072, 200064)
 EVERY_DAY = [
     ("train", 8192, *LLAMA, 0),
     ("train", 8192, *LLAMA, 1),
@@ -185,6 +189,20 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
     check_kernels(tmp_path, *names, *(f"{name}_kernel" for name in ("pick", "repair", "finish_rows", "target_rows")))
     # The additional kernel is d_input's sum. The last chunk is shorter, but uses the same kernels.
     assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 1, "too many kernels: each takes a second to compile"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "shape", "launches"), [(2048, GEMMA, 24), (4096, PHI, 50)])
+def test_a_first_chunk_in_the_memory_of_d_weight_copies_nothing(
+    n: int, shape: tuple[int, int], launches: int, tmp_path: Path
+) -> None:
+    """All rows, or most of them and another chunk."""
+    sizes = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((n, shape[0]), (shape[1], shape[0])))
+    assert "in the memory of d_weight" in str(explain(*sizes, device="h200"))
+    found = compile_all([("train", n, *shape, 0)], "h200", "mosaic", tmp_path)
+    check(found, KERNEL_LIMITS)
+    assert found[0]["launches"] <= launches
+    check_kernels(tmp_path, "exponentials", "d_weight", "d_input", "repair_kernel", "finish_rows_kernel")
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "programs", lambda: 2)
     launchers = {
         hopper_logits: ("exponentials", "exponentials_of_part", "statistics", "d_logits"),
-        hopper_gradients: ("add_d_weight", "store_d_input"),
+        hopper_gradients: ("add_d_weight", "write_d_weight", "store_d_input"),
     }
     for module, names in launchers.items():
         for name in names:
@@ -77,8 +77,7 @@ def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arrays, **options: jax.block_until_ready(kernel(*arrays, **options))
 
 
-def over_chunks(body: Any, carry: Any, length: int, size: int, **_: bool) -> Any:
-    full = (length - 1) // size * size
+def over_chunks(body: Any, carry: Any, length: int, size: int, *, full: int, **_: bool) -> Any:
     carry, last = body(carry, Slice(full, length - full, None), first=True)
     found = []
     for start in range(0, full, size):

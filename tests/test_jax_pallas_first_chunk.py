@@ -1,0 +1,142 @@
+"""Runs a first chunk whose exponentials are in the memory of d_weight, with the Hopper kernels in Mosaic's interpreter
+on the CPU, and tests where they are."""
+
+from dataclasses import replace
+from itertools import product
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax_problem import planned
+from reductions import additions_in_l2  # noqa: F401
+from test_jax_pallas_hopper_gradients import close, float64, use_programs
+from test_jax_pallas_scaled_exp import OPTIONS, by_xla, in_float32, interpret, over_chunks, problem
+
+from jax_pallas import chunked, scaled_exp
+from jax_pallas.first_chunk import FirstChunk
+from jax_pallas.hopper_gradients import store_d_input, write_d_weight
+from jax_pallas.plan import ExecutionPlan
+from jax_pallas.problem import NeedsGrad, plan_of
+from jax_pallas.tile_config import (
+    CLASS_BLOCK,
+    FIRST_CHUNK_PIECE,
+    ROW_BLOCK,
+    ScaledExpConfig,
+    cdiv,
+    first_chunk_room,
+    schedule_of,
+)
+
+N, D, V, CLASSES, PIECE = 120, 256, 1000, 780, 192
+
+
+@pytest.mark.parametrize("hidden", [192, 320, 896, 2304, 4096])
+def test_no_exponential_is_replaced_before_it_was_read(hidden: int) -> None:
+    room = first_chunk_room(hidden)
+    for rows, classes, blocks in product((1, room // 2, room), (room * 6, 50257, 151936), (0, 1, 7)):
+        least = FIRST_CHUNK_PIECE * cdiv(rows, ROW_BLOCK) * ROW_BLOCK
+        piece = (cdiv(least, CLASS_BLOCK) + blocks) * CLASS_BLOCK
+        if piece >= classes:
+            continue
+        first, written = FirstChunk.of(piece, rows, hidden), classes
+        assert first.rows <= first.group <= hidden
+        starts = np.arange(piece, classes, CLASS_BLOCK)
+        number, column = np.divmod(starts - piece, first.group)
+        assert (column + CLASS_BLOCK <= first.group).all()
+        assert (number.max() + 1) * first.rows <= classes
+        for start, end in first.pieces(classes):
+            assert end == written
+            assert start % CLASS_BLOCK == 0
+            needed = starts < end  # those of classes past the piece were read
+            assert ((number[needed] + 1) * first.rows <= start).all()
+            written = start
+        assert written == 0
+        assert len(first.pieces(classes)) <= 2 + classes // (piece - first.rows - CLASS_BLOCK)
+
+
+def stored(e: Array, d_weight: Array, piece: int) -> tuple[Array, Array]:
+    """Returns exponentials (n, K) as a first chunk has them: those in the workspace, and d_weight with the others."""
+    n, classes = e.shape
+    first = FirstChunk.of(piece, n, d_weight.shape[1])
+    end = cdiv(classes, CLASS_BLOCK) * CLASS_BLOCK
+    padded = np.pad(np.asarray(e, np.float32), ((0, first.rows - n), (0, end - classes)))
+    memory = np.array(d_weight, np.float32)
+    for column in range(piece, end):
+        row, within = (int(place) for place in first.place(jnp.int32(column)))
+        memory[row : row + first.rows, within] = padded[:, column]
+    return e[:, :piece], jnp.asarray(memory, e.dtype)
+
+
+def drawn(*shape: int, seed: int) -> Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+def test_d_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_programs(monkeypatch, 2)
+    e, x = drawn(N, CLASSES, seed=0), drawn(N + 20, D, seed=1).at[:7].set(jnp.nan)
+    parts = stored(e, jnp.full((V, D), jnp.nan, jnp.bfloat16), PIECE)
+    found = write_d_weight(parts[0], x, 7, parts[1], classes=CLASSES, rows=N, interpret=True)
+    close(found[:CLASSES], float64(e).T @ float64(x)[7 : 7 + N])
+    assert not found[CLASSES:].any()
+
+
+def test_d_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_programs(monkeypatch, 3)
+    e, w, held = drawn(N, CLASSES, seed=0), drawn(V, D, seed=1), drawn(N + 30, D, seed=2)
+    parts = stored(e, jnp.full((V, D), jnp.nan, jnp.bfloat16), PIECE)
+    rho, theta = np.random.default_rng(3).standard_normal((2, N)).astype(np.float32)
+    expected = rho[:, None] * (float64(e) @ float64(w)[:CLASSES]) + theta[:, None] * float64(held)[20 : 20 + N]
+    found = store_d_input(
+        parts[0],
+        w.at[CLASSES:].set(jnp.nan),
+        held,
+        jnp.asarray(rho),
+        jnp.asarray(theta),
+        jnp.int32(20),
+        classes=CLASSES,
+        vocab_axis=0,
+        others=parts[1],
+        interpret=True,
+        schedule=schedule_of(N, D, CLASSES, 136, True, 3),
+    )
+    close(found[20 : 20 + N], expected)
+    others = np.setdiff1d(np.arange(N + 30), np.arange(20, 20 + N))
+    assert (found[others] == held[others]).all()
+
+
+# Rows of the call, rows of the other chunks, the logits' scale, whether d_input is computed, options. With a large
+# scale rows are computed again.
+CALLS = [
+    pytest.param(170, 50, 1.0, True, OPTIONS, id="two chunks"),
+    pytest.param(120, 40, 20.0, True, {}, id="whole"),
+    pytest.param(125, 40, 20.0, False, {}, id="frozen input"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "rows", "scale", "d_input", "options"), CALLS)
+def test_scaled_exp(
+    n: int, rows: int, scale: float, d_input: bool, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret(monkeypatch)
+    monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
+    needs_grad = NeedsGrad(d_input, True, True)
+    ours = problem(n, D, V, CLASSES, 0, {**options, "logit_scale": scale})
+    ours = replace(ours, linear_weight=(ours.linear_weight * 0.5).astype(jnp.bfloat16))
+    plan: ExecutionPlan = plan_of(planned(ours, "loss_and_gradients", "mosaic", needs_grad))
+    first_rows = n - max(0, cdiv(n - 128, rows)) * rows
+    config = ScaledExpConfig(rows, first_rows, V, 2**20, 0, first_rows, PIECE)
+    ours = replace(ours, plan=replace(plan, chunks=config, d_weight_starts=False))
+    loss, _, gradients = scaled_exp.scaled_exp(ours, needs_grad, statistics=0)
+    stage = by_xla(in_float32(ours), "loss_and_gradients", needs_grad)
+    want, _, exact = chunked.loss_and_gradients(*stage, needs_grad, None, 0)
+    np.testing.assert_allclose(loss, want, rtol=2e-5, atol=1e-7)
+    pairs = zip(gradients, exact, strict=True)
+    for got, value in pairs:
+        if value is not None:
+            assert got is not None
+            print(jnp.linalg.norm(got.astype(jnp.float32) - value) / jnp.linalg.norm(value))
+            assert jnp.linalg.norm(got.astype(jnp.float32) - value) <= 4e-3 * jnp.linalg.norm(value)
+    assert gradients.d_weight is not None
+    assert not gradients.d_weight[CLASSES:].any()
