@@ -571,8 +571,8 @@ def load_d_input(
 
         @pl.loop(0, unit.length)
         def _step(step: Any) -> None:
-            column = (unit.first + step) * STEP
-            slot, taken = slot_of(count + step), pl.ds(column, STEP)
+            slot, column = slot_of(count + step), (unit.first + step) * STEP
+            taken = pl.ds(column, STEP)
             plgpu.barrier_wait(ring.empty.at[slot])
             if head is None:
                 load_w(taken, d, ring.a_moved.at[slot], ring.full.at[slot])

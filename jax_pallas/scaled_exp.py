@@ -326,7 +326,7 @@ def _chunk(
         in_d_weight = carry.d_weight
         assert in_d_weight is not None
     if carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
-        x, start = lax.optimization_barrier(chunk.of(carry.held)), 0
+        x, start = chunk.of(carry.held), 0
     elif carry.held is not None:
         x, start = carry.held, chunk.start
     elif gradients:
@@ -582,6 +582,9 @@ def _first_gradients(problem: Problem, carry: Carry, chunk: Slice, e: Array, x: 
         first = FirstChunk.of(e.shape[1], chunk.size, d_weight.shape[1])
         d_bias = d_bias + first.class_sums(e, d_weight, rho, problem.classes)
     if held is not None:
+        # The targets' rows of the head replace those of x in `held` after they were copied.
+        x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
+        rows = rows._replace(target=target)
         held = _store_d_input(problem, rows, chunk, e, held, rho, d_weight)
     d_weight, held, d_bias = lax.optimization_barrier((d_weight, held, d_bias))
     d_weight = hopper_gradients.write_d_weight(e, x, 0, d_weight, classes=problem.classes, rows=chunk.size)

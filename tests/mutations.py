@@ -940,6 +940,63 @@ FIRST_CHUNK = (
     ),
 )
 
+JAX_FIRST_CHUNK = tests("jax_pallas_first_chunk", "scaled_exp")
+JAX_OF_PIECES = tests("jax_pallas_first_chunk", "d_input or d_weight or replaced")
+JAX_FIRST_PLANS = tests("chunk_cost", "first_chunk_of_jax or explain_shows")
+JAX_FIRST = (
+    Mutation(
+        "jax_pallas/first_chunk.py", "number * self.rows, later - number", "number * 64, later - number", JAX_OF_PIECES
+    ),
+    Mutation(
+        "jax_pallas/first_chunk.py", "cdiv(groups * self.rows, CLASS_BLOCK)", "cdiv(0, CLASS_BLOCK)", JAX_OF_PIECES
+    ),
+    Mutation("jax_pallas/first_chunk.py", "* self.rows, CLASS_BLOCK)", "* self.rows - 64, CLASS_BLOCK)", JAX_OF_PIECES),
+    Mutation("jax_pallas/first_chunk.py", "[:, :n]", "[:, -n:]", JAX_FIRST_CHUNK),
+    Mutation(
+        "jax_pallas/hopper_tiles.py",
+        "(column < first.piece) | (row >= first.rows)",
+        "column < first.piece",
+        JAX_FIRST_CHUNK,
+    ),
+    Mutation(
+        "jax_pallas/hopper_tiles.py", "start + row, HALF), pl.ds(within", "start, HALF), pl.ds(within", JAX_FIRST_CHUNK
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "(v < first.piece) | (v >= own.kernel.classes)",
+        "v < first.piece",
+        JAX_OF_PIECES,
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py", "either(column < first.piece,", "either(column <= first.piece,", JAX_OF_PIECES
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "load(others_ref, start + row, within)",
+        "load(others_ref, start, within)",
+        JAX_OF_PIECES,
+    ),
+    Mutation("jax_pallas/hopper_gradients.py", "(vocab if end == classes else end)", "end", JAX_OF_PIECES),
+    Mutation(
+        "jax_pallas/row_kernels.py",
+        "mask=mask & (column >= first.piece))",
+        "mask=mask & (column < first.piece))",
+        JAX_FIRST_CHUNK,
+    ),
+    Mutation(
+        "jax_pallas/kernels.py", "*of_targets, *statistics, others_ref)", "*of_targets, *statistics)", JAX_FIRST_CHUNK
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "chunk, e, held, rho, d_weight)",
+        "chunk, e, held, rho, d_weight * 0)",
+        JAX_FIRST_CHUNK,
+    ),
+    Mutation("jax_pallas/tile_config.py", "max(0, -(-(tokens - room) // usual.rows))", "0", JAX_FIRST_PLANS),
+    Mutation("jax_pallas/tile_config.py", "one.piece >= least_piece and", "", JAX_FIRST_PLANS),
+    Mutation("jax_pallas/tile_config.py", "least_piece and one.bytes <= enough", "least_piece", JAX_FIRST_PLANS),
+)
+
 FITS = tests("core_triton_interpreted", "fit_in_float16")
 JAX_FITS, JAX_FITS_PLAN = ("tests/test_jax_pallas_float16.py",), tests("jax_pallas_plan", "test_paths")
 FLOAT16 = (
@@ -1004,7 +1061,7 @@ PASSES = (
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
-    *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *PASSES),
+    *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

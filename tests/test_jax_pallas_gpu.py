@@ -194,6 +194,20 @@ def reference_exponents_that_are_too_low_are_repaired() -> None:
 
 
 @checked
+def a_first_chunk_in_the_memory_of_d_weight() -> None:
+    """All rows, and most of them and another chunk. With a factor they are repaired."""
+    for n, d, mebibytes, factor in ((700, 768, 16, 1), (1000, 1024, 24, 1), (700, 768, 16, 200)):
+        x, w, y = drawn(n, d, 50264)
+        x, y, options = x * factor, jnp.where(jnp.arange(n) % 7 == 3, -100, y), {"memory_budget": mebibytes * 2**20}
+        assert "in the memory of d_weight" in str(explain(x, w, implementation=IMPLEMENTATION, **options))
+        call = loss_and_gradients(**options).lower(x, w, y).compile()
+        assert call.memory_analysis().temp_size_in_bytes <= options["memory_budget"]
+        found = call(x, w, y)
+        assert_close(found, exact(x, w, y))
+        assert_same(call(x, w, y), found)
+
+
+@checked
 def a_split_head_is_near_a_float32_head() -> None:
     for vocab_axis, v, factor in ((0, 5008, 1), (1, 5056, 1), (0, 5008, 100)):  # the last is repaired
         x, w, y = drawn(3000, 1024, v, vocab_axis)
