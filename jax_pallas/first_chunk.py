@@ -52,6 +52,7 @@ class FirstChunk(NamedTuple):
         while end > 0:
             groups = cdiv(max(0, end - self.piece), self.group)
             first = cdiv(groups * self.rows, CLASS_BLOCK) * CLASS_BLOCK
+            assert first < end, "the piece in the workspace is too narrow: FIRST_CHUNK_PIECE"
             found.append((first, end))
             end = first
         return found

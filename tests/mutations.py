@@ -941,7 +941,7 @@ FIRST_CHUNK = (
 )
 
 JAX_FIRST_CHUNK = tests("jax_pallas_first_chunk", "scaled_exp")
-JAX_OF_PIECES = tests("jax_pallas_first_chunk", "d_input or d_weight or replaced")
+JAX_OF_PIECES = tests("jax_pallas_first_chunk", "not scaled")
 JAX_FIRST_PLANS = tests("chunk_cost", "first_chunk_of_jax or explain_shows")
 JAX_FIRST = (
     Mutation(
@@ -956,10 +956,10 @@ JAX_FIRST = (
         "jax_pallas/hopper_tiles.py",
         "(column < first.piece) | (row >= first.rows)",
         "column < first.piece",
-        JAX_FIRST_CHUNK,
+        JAX_OF_PIECES,
     ),
     Mutation(
-        "jax_pallas/hopper_tiles.py", "start + row, HALF), pl.ds(within", "start, HALF), pl.ds(within", JAX_FIRST_CHUNK
+        "jax_pallas/hopper_tiles.py", "start + row, HALF), pl.ds(within", "start, HALF), pl.ds(within", JAX_OF_PIECES
     ),
     Mutation(
         "jax_pallas/hopper_gradients.py",
@@ -975,6 +975,9 @@ JAX_FIRST = (
         "load(others_ref, start + row, within)",
         "load(others_ref, start, within)",
         JAX_OF_PIECES,
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py", "in first.pieces(classes)", "in first.pieces(classes)[::-1]", JAX_OF_PIECES
     ),
     Mutation("jax_pallas/hopper_gradients.py", "(vocab if end == classes else end)", "end", JAX_OF_PIECES),
     Mutation(

@@ -10,10 +10,10 @@ import pytest
 from jax import Array
 from jax_problem import planned
 from reductions import additions_in_l2  # noqa: F401
-from test_jax_pallas_hopper_gradients import close, float64, use_programs
+from test_jax_pallas_hopper_gradients import ROUNDED, close, float64, use_programs
 from test_jax_pallas_scaled_exp import OPTIONS, by_xla, in_float32, interpret, over_chunks, problem
 
-from jax_pallas import chunked, scaled_exp
+from jax_pallas import chunked, hopper_common, hopper_logits, scaled_exp
 from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.hopper_gradients import store_d_input, write_d_weight
 from jax_pallas.plan import ExecutionPlan
@@ -28,7 +28,7 @@ from jax_pallas.tile_config import (
     schedule_of,
 )
 
-N, D, V, CLASSES, PIECE = 120, 256, 1000, 780, 192
+N, D, V, CLASSES, PIECE = 150, 384, 1000, 780, 384  # rows of two row blocks, and three pieces of d_weight
 
 
 @pytest.mark.parametrize("hidden", [192, 320, 896, 2304, 4096])
@@ -72,6 +72,25 @@ def drawn(*shape: int, seed: int) -> Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
 
 
+def test_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program has one tile. Before it, it stores zeros nowhere."""
+    monkeypatch.setattr(hopper_common, "programs", lambda: 100)
+    x, w = drawn(N, 64, seed=0), drawn(CLASSES, 64, seed=1) * 0.25
+    memory = jnp.full((V, D), 7, jnp.bfloat16)
+    target = jnp.full(N, -1, jnp.int32)
+    options = {"vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "stores": True, "statistics": 0}
+    places = hopper_logits.chunk_places(target, CLASSES, N, 1)[0]
+    shared = {**options, "rows": N, "classes": CLASSES, "interpret": True}
+    found = hopper_logits.exponentials(x, w, None, jnp.zeros(N), target, places, 0, memory, **shared, piece=PIECE)
+    exponentials = jnp.asarray(np.exp(float64(x) @ float64(w).T), jnp.bfloat16)
+    first, others = stored(exponentials, memory, PIECE)
+    assert found.e is not None
+    close(found.e[:N], float64(first), 2 * ROUNDED)
+    assert found.others is not None
+    close(found.others, float64(others), 2 * ROUNDED)
+    assert ((found.others == 7) == (others == 7)).all()
+
+
 def test_d_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     use_programs(monkeypatch, 2)
     e, x = drawn(N, CLASSES, seed=0), drawn(N + 20, D, seed=1).at[:7].set(jnp.nan)
@@ -82,7 +101,7 @@ def test_d_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_d_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_programs(monkeypatch, 3)
+    use_programs(monkeypatch, 4)
     e, w, held = drawn(N, CLASSES, seed=0), drawn(V, D, seed=1), drawn(N + 30, D, seed=2)
     parts = stored(e, jnp.full((V, D), jnp.nan, jnp.bfloat16), PIECE)
     rho, theta = np.random.default_rng(3).standard_normal((2, N)).astype(np.float32)
@@ -98,7 +117,7 @@ def test_d_input(monkeypatch: pytest.MonkeyPatch) -> None:
         vocab_axis=0,
         others=parts[1],
         interpret=True,
-        schedule=schedule_of(N, D, CLASSES, 136, True, 3),
+        schedule=schedule_of(N, D, CLASSES, 128, True, 4),
     )
     close(found[20 : 20 + N], expected)
     others = np.setdiff1d(np.arange(N + 30), np.arange(20, 20 + N))
@@ -121,11 +140,12 @@ def test_scaled_exp(
     interpret(monkeypatch)
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
     needs_grad = NeedsGrad(d_input, True, True)
-    ours = problem(n, D, V, CLASSES, 0, {**options, "logit_scale": scale})
+    d, piece = 256, 192
+    ours = problem(n, d, V, CLASSES, 0, {**options, "logit_scale": scale})
     ours = replace(ours, linear_weight=(ours.linear_weight * 0.5).astype(jnp.bfloat16))
     plan: ExecutionPlan = plan_of(planned(ours, "loss_and_gradients", "mosaic", needs_grad))
     first_rows = n - max(0, cdiv(n - 128, rows)) * rows
-    config = ScaledExpConfig(rows, first_rows, V, 2**20, 0, first_rows, PIECE)
+    config = ScaledExpConfig(rows, first_rows, V, 2**20, 0, first_rows, piece)
     ours = replace(ours, plan=replace(plan, chunks=config, d_weight_starts=False))
     loss, _, gradients = scaled_exp.scaled_exp(ours, needs_grad, statistics=0)
     stage = by_xla(in_float32(ours), "loss_and_gradients", needs_grad)
