@@ -162,6 +162,12 @@ def called(tokens: int, target: Any, flag: Any) -> CallRows:
     return CallRows(target, jnp.ones(tokens), nan, top, jnp.asarray(flag, jnp.int32), nan, nan, nan, None, None)
 
 
+def with_e(e: Any) -> row_kernels.Exponentials:
+    """Returns what `kernels.repair` reads and writes of the exponentials."""
+    others: Any = None
+    return row_kernels.Exponentials(e, others, None, others, others)
+
+
 @pytest.mark.parametrize("stores", [True, pytest.param(False, marks=SLOW)])
 def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
     case = Case(softcap=4.0)
@@ -177,9 +183,8 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
         sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16) if stores else None
         place = jnp.asarray([first_row, first_flag, START, ROWS], jnp.int32)
         statistics = OF_LOGITS if total is None else OF_LOGITS | BY_ROW
-        found: Any = row_kernels.Exponentials(sevens, *[None] * 4)  # pyright: ignore[reportArgumentType]
         of_call = called(512, target, flag)
-        rows, found, repaired = kernels.repair(ours, problem.x, of_call, place, ROWS, found, total, statistics)
+        rows, found, repaired = kernels.repair(ours, problem.x, of_call, place, ROWS, with_e(sevens), total, statistics)
         return rows, found.e, repaired
 
     rows, e, repaired = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
@@ -464,7 +469,7 @@ def compile_one(
     def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any, total: Any) -> Any:
         ours = call_problem(x, w, bias)
         statistics = BY_ROW if function == "repair_by_row" else OF_LOGITS * options
-        return kernels.repair(ours, x, rows, place, n, found._replace(e=e), total, statistics)
+        return kernels.repair(ours, x, rows, place, n, with_e(e), total, statistics)
 
     def exponentials(*arrays: Any) -> Any:
         return kernels.exponentials(*arrays, **stores)
