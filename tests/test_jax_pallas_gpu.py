@@ -198,7 +198,8 @@ def a_first_chunk_in_the_memory_of_d_weight() -> None:
     """All rows, and most of them and another chunk. With a factor they are repaired."""
     for n, d, mebibytes, factor in ((700, 768, 16, 1), (1000, 1024, 24, 1), (700, 768, 16, 200)):
         x, w, y = drawn(n, d, 50264)
-        x, y, options = x * factor, jnp.where(jnp.arange(n) % 7 == 3, -100, y), {"memory_budget": mebibytes * 2**20}
+        x, y = x * factor, jnp.where(jnp.arange(n) % 7 == 3, -100, y)
+        options: dict[str, Any] = {"memory_budget": mebibytes * 2**20}
         assert "in the memory of d_weight" in str(explain(x, w, implementation=IMPLEMENTATION, **options))
         call = loss_and_gradients(**options).lower(x, w, y).compile()
         assert call.memory_analysis().temp_size_in_bytes <= options["memory_budget"]

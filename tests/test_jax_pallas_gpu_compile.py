@@ -197,7 +197,7 @@ def test_a_first_chunk_in_the_memory_of_d_weight_copies_nothing(
     n: int, shape: tuple[int, int], launches: int, tmp_path: Path
 ) -> None:
     """All rows, or most of them and another chunk."""
-    sizes = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((n, shape[0]), (shape[1], shape[0])))
+    sizes: Any = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((n, shape[0]), (shape[1], shape[0])))
     assert "in the memory of d_weight" in str(explain(*sizes, device="h200"))
     found = compile_all([("train", n, *shape, 0)], "h200", "mosaic", tmp_path)
     check(found, KERNEL_LIMITS)
