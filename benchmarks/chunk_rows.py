@@ -67,7 +67,7 @@ def estimating(estimate: Estimate) -> Iterator[None]:
 
 @contextmanager
 def preferring(rows: int) -> Iterator[None]:
-    """Makes plans with equal chunks of `rows` rows, or, where none of that many fit, of as many rows as come nearest."""
+    """Makes plans with equal chunks of `rows` rows, or, where none of that many fit, of as many as come nearest."""
     usual = chunk_cost.call_ms
 
     def estimate(call: Call, chunk: Chunk, last: Chunk) -> float:
