@@ -313,7 +313,7 @@ def _run(
         stored = x.new_empty((config.rows, tile_config.padded(classes)))
     scratch = problem.row_weight.new_empty(config.scratch)
     # The packed rows of the input, with zeros in rows that do not contribute, later multiplied by rho. They are in the
-    # memory of d_input, or in a buffer of one chunk.
+    # memory of d_input, or in a buffer of one chunk, as those of a first chunk in pieces always are.
     if plan.holds_rows:
         assert d_input is not None
         held, others = d_input, tokens - config.first_rows

@@ -13,7 +13,14 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan, plan_passes
+from linear_ce.chunking import (
+    LEAST_ROW_GRADIENTS,
+    ChunkConfig,
+    SavedRowCount,
+    describe_chunks,
+    describe_plan,
+    plan_passes,
+)
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
@@ -131,7 +138,7 @@ class ExecutionPlan:
             path=self.path,
             kernels=family,
             tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
-            rows=self.chunks.rows,
+            chunks=describe_chunks(self.tokens, self.chunks.rows),
             tokens=self.tokens,
             casts_head=self.casts_head,
             matmuls={name: ours[name.split()[0]] for name in self.matmuls},
@@ -140,7 +147,7 @@ class ExecutionPlan:
             budget=self.memory_budget,
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
-            others=None if others is None else (others.path, others.chunks.rows, others.tokens),
+            others=None if others is None else (others.path, describe_chunks(others.tokens, others.chunks.rows)),
             fixed_rows=tile_config.FIXED_ROWS if self.batch_invariant else None,
         )
 

@@ -159,7 +159,6 @@ def test_vocabulary_chunks_are_whole_waves_of_tiles_or_the_whole_head(n: int, d:
     assert config.bytes <= DEFAULT_MEMORY_BUDGET
     assert (config.head_rows == v) == whole
     if not whole:
-        rows = n if config.first_rows == n else config.rows
-        tiles = config.head_rows // tile.block_v * -(-rows // tile.block_n)
+        tiles = config.head_rows // tile.block_v * -(-config.usual_rows(n) // tile.block_n)
         waves = -(-tiles // explained.programs)
         assert tiles / explained.programs / waves > 0.95
