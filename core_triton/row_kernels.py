@@ -426,8 +426,8 @@ def finish_rows_of_pieces_kernel(
     piece_stride, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GRADIENTS: tl.constexpr,
     SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`finish_rows_kernel` where the exponentials are in pieces of the classes. It is another kernel because a launch has
-    its constexprs last, and so that calls without pieces keep their machine code."""
+    """`finish_rows_kernel` where the exponentials are in pieces of the classes. It is another kernel because a launch
+    has its constexprs last, and so that calls without pieces keep their machine code."""
     finish_rows_kernel(
         sum_ptr, max_ptr, ref_exponent_ptr, target_logit_ptr, target_ptr, row_weight_ptr, row_ptr, class_weight_ptr,
         e_ptr, x_ptr, rho_ptr, theta_ptr, loss_out_ptr, lse_out_ptr, target_logit_out_ptr, top_out_ptr, rows,
