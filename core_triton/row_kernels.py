@@ -465,7 +465,7 @@ def finish_rows(
     by_row: bool,
 ) -> None:
     """Launches `finish_rows_kernel` for n packed rows. `by_row`: no result of a row depends on the other rows.
-    `e` and `other_e` are those of `scaled_exp.StoredExponentials`."""
+    `e` and `other_e` are those of `first_chunk.StoredExponentials`."""
     spec, pieces = problem.spec, ()
     kernel = finish_rows_kernel_by_row if by_row else finish_rows_kernel
     if other_e is not None:

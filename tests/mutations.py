@@ -931,7 +931,7 @@ FIRST_CHUNK = (
     Mutation("core_triton/scaled_exp.py", "if d_input is not None and in_pieces:", "if False:", IN_PIECES),
     Mutation("core_triton/scaled_exp.py", "if not plan.holds_rows or in_pieces:", "if not plan.holds_rows:", IN_PIECES),
     Mutation(
-        "core_triton/scaled_exp.py", "self.others[place - 1, :n, within]", "self.others[0, :n, within]", IN_PIECES
+        "core_triton/first_chunk.py", "self.others[place - 1, :n, within]", "self.others[0, :n, within]", IN_PIECES
     ),
     Mutation("core_triton/row_kernels.py", "target < piece, place, later", "target < piece, place, place", IN_PIECES),
     Mutation("core_triton/row_kernels.py", "(target // piece - 1)", "(target // piece)", IN_PIECES),
