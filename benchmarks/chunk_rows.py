@@ -67,11 +67,11 @@ def estimating(estimate: Estimate) -> Iterator[None]:
 
 @contextmanager
 def preferring(rows: int) -> Iterator[None]:
-    """Makes plans with chunks of `rows` rows, or, where none of that many fit, of as many rows as come nearest."""
+    """Makes plans with equal chunks of `rows` rows, or, where none of that many fit, of as many as come nearest."""
     usual = chunk_cost.call_ms
 
     def estimate(call: Call, chunk: Chunk, last: Chunk) -> float:
-        return FAR * abs(chunk.rows - rows) + usual(call, chunk, last)
+        return FAR * (abs(chunk.rows - rows) + (last.piece > 0)) + usual(call, chunk, last)
 
     with estimating(estimate):
         yield
@@ -103,7 +103,8 @@ def _without_estimate(choose: Callable[..., Any], **options: Any) -> Any:
 
 
 def considered(make: Callable[[], Any], rows: int | None = None) -> list[Choice]:
-    """Returns the choices that `make` considers while it makes a plan: the cheapest of each row count, cheapest first.
+    """Returns the equal chunks that `make` considers while it makes a plan: the cheapest of each row count, cheapest
+    first.
 
     It is empty if the plan does not store exponentials, so that the estimate was not asked.
 
@@ -116,9 +117,9 @@ def considered(make: Callable[[], Any], rows: int | None = None) -> list[Choice]
 
     def note(call: Call, chunk: Chunk, last: Chunk) -> float:
         ms = usual(call, chunk, last)
-        if ms < cheapest.get(chunk.rows, math.inf):
+        if ms < cheapest.get(chunk.rows, math.inf) and not last.piece:
             cheapest[chunk.rows], found[chunk.rows] = ms, Choice(call, chunk, last)
-        return ms + (0 if rows is None else FAR * abs(chunk.rows - rows))
+        return ms + (0 if rows is None else FAR * (abs(chunk.rows - rows) + (last.piece > 0)))
 
     usual = chunk_cost.call_ms
     with estimating(note):

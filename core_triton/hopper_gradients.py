@@ -433,7 +433,8 @@ def d_input_of_pieces_kernel(
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, piece, piece_rows, last,
     STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
 ):  # fmt: skip
-    """`d_input_kernel` where the exponentials are in pieces of the classes."""
+    """`d_input_kernel` where the exponentials are in pieces of the classes, another kernel for the reasons of
+    `row_kernels.finish_rows_of_pieces_kernel`."""
     d_input_kernel(
         w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
         d_input_ptr, count_ptr, start, rows, hidden, classes,

@@ -182,10 +182,11 @@ def d_input_sum_kernel(
 
 
 class DInputLaunch(NamedTuple):
-    """What differs between the launches of the two kernels of d_input.
+    """What differs between the launches of the kernels of d_input.
 
     Args:
-        kernel: `hopper_gradients.d_input_kernel` or `ampere_gradients.d_input_kernel`.
+        kernel: `d_input_kernel` or `d_input_of_pieces_kernel` of `hopper_gradients`, or `d_input_kernel` of
+            `ampere_gradients`.
         matrices: its arguments for the head and the exponentials.
         sizes: its arguments after those that all kernels have.
         constexprs: its constexprs, then num_warps and other options of the compiler.

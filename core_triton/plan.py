@@ -16,6 +16,7 @@ from linear_ce.chunking import (
     LEAST_ROW_GRADIENTS,
     ChunkConfig,
     SavedRowCount,
+    describe_chunks,
     describe_plan,
     plan_passes,
 )
@@ -122,7 +123,8 @@ class ExecutionPlan:
         d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it. On Hopper
             the kernel reads a split head in place, and only the logits need copies of it.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
-        holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
+        holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace
+            them. Those of a first chunk in the memory of d_weight have a buffer.
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`, or
             that of d_input `DInputTiling.programs`.
@@ -195,7 +197,7 @@ class ExecutionPlan:
             path=self.path,
             kernels=family,
             tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
-            rows=self.chunks.rows,
+            chunks=self.describe_chunks(),
             tokens=self.tokens,
             casts_head=self.casts_head,
             matmuls={name: ours[name.split()[0]] for name in self.matmuls},
@@ -204,10 +206,14 @@ class ExecutionPlan:
             budget=self.memory_budget,
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
-            others=None if others is None else (others.path, others.chunks.rows, others.tokens),
+            others=None if others is None else (others.path, others.describe_chunks()),
             fixed_rows=self.scaled_exp_config.d_input_rows if self.batch_invariant else None,
-            first_rows=self.scaled_exp_config.first_rows if self.path == "scaled_exp" else 0,
         )
+
+    def describe_chunks(self) -> str:
+        """Returns the chunks in words."""
+        first_rows = self.scaled_exp_config.first_rows if self.path == "scaled_exp" else 0
+        return describe_chunks(self.tokens, self.chunks.rows, first_rows)
 
 
 MOST_SMOOTHING, LEAST_SMOOTHED_CLASSES = 0.3, 256  # of terms of rank one; beyond, they cancel too much of the rest
@@ -494,4 +500,4 @@ def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
         return None
     tokens = key.input.shape[0]
     enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight else 0
-    return plan if plan.path == "scaled_exp" and plan.chunks.rows >= enough else None
+    return plan if plan.path == "scaled_exp" and plan.scaled_exp_config.usual_rows(tokens) >= enough else None

@@ -426,7 +426,8 @@ def finish_rows_of_pieces_kernel(
     piece_stride, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GRADIENTS: tl.constexpr,
     SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`finish_rows_kernel` where the exponentials are in pieces of the classes."""
+    """`finish_rows_kernel` where the exponentials are in pieces of the classes. It is another kernel because a launch
+    has its constexprs last, and so that calls without pieces keep their machine code."""
     finish_rows_kernel(
         sum_ptr, max_ptr, ref_exponent_ptr, target_logit_ptr, target_ptr, row_weight_ptr, row_ptr, class_weight_ptr,
         e_ptr, x_ptr, rho_ptr, theta_ptr, loss_out_ptr, lse_out_ptr, target_logit_out_ptr, top_out_ptr, rows,
@@ -464,7 +465,7 @@ def finish_rows(
     by_row: bool,
 ) -> None:
     """Launches `finish_rows_kernel` for n packed rows. `by_row`: no result of a row depends on the other rows.
-    `e` and `other_e` are those of `scaled_exp.StoredExponentials`."""
+    `e` and `other_e` are those of `first_chunk.StoredExponentials`."""
     spec, pieces = problem.spec, ()
     kernel = finish_rows_kernel_by_row if by_row else finish_rows_kernel
     if other_e is not None:

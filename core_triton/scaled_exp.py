@@ -48,6 +48,7 @@ from core_triton import (
     target_grad,
     tile_config,
 )
+from core_triton.first_chunk import StoredExponentials
 from core_triton.float16 import Float16Rows
 from core_triton.head_copy import head_of
 from core_triton.kernels import Active
@@ -313,7 +314,7 @@ def _run(
         stored = x.new_empty((config.rows, tile_config.padded(classes)))
     scratch = problem.row_weight.new_empty(config.scratch)
     # The packed rows of the input, with zeros in rows that do not contribute, later multiplied by rho. They are in the
-    # memory of d_input, or in a buffer of one chunk.
+    # memory of d_input, or in a buffer of one chunk, as those of a first chunk in pieces always are.
     if plan.holds_rows:
         assert d_input is not None
         held, others = d_input, tokens - config.first_rows
@@ -464,47 +465,6 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
             target_logit=rows.target_logit,
             ref_exponent=rows.ref_exponent,
         )
-
-
-class StoredExponentials(NamedTuple):
-    """The exponentials of a chunk of n rows: (n, K), or by pieces of the classes for the first chunk that is computed.
-
-    Its pieces are in the memory of d_weight, which is not written yet, but for the first piece. Those of piece p are
-    where the rows of d_weight of piece p - 1 will be. The gradients of the last piece are computed first, so each piece
-    of d_weight replaces exponentials that no kernel reads again.
-
-    Args:
-        first: (n, P), the first piece, or (n, K).
-        others: (pieces - 1, M, P), of which the first n rows of M are used; None if there is one piece. M P is the size
-            of a piece of d_weight.
-    """
-
-    first: Tensor
-    others: Tensor | None = None
-
-    @classmethod
-    def in_d_weight(cls, stored: Tensor, d_weight: Tensor, n: int, piece: int, classes: int) -> "StoredExponentials":
-        """Returns room for the exponentials of n rows, in pieces of `piece` classes, in stored (rows, K or more) and
-        the memory of d_weight (V, D)."""
-        pieces, memory = cdiv(classes, piece), d_weight.view(-1).view(stored.dtype)
-        others = memory[: (pieces - 1) * piece * (memory.numel() // len(d_weight))].view(pieces - 1, -1, piece)
-        return cls(stored.view(-1)[: n * piece].view(n, piece), others)
-
-    def pieces(self, classes: int) -> list[slice]:
-        """Returns the classes of each piece."""
-        piece = self.first.shape[1]
-        return [slice(start, min(start + piece, classes)) for start in range(0, classes, piece)]
-
-    def of(self, vocab_chunk: slice) -> Tensor:
-        """Returns the exponentials (n, v) of classes of one piece."""
-        n, piece = self.first.shape
-        place = vocab_chunk.start // piece
-        first = vocab_chunk.start - place * piece
-        within = slice(first, first + vocab_chunk.stop - vocab_chunk.start)
-        if place == 0:
-            return self.first[:, within]
-        assert self.others is not None
-        return self.others[place - 1, :n, within]
 
 
 def _vocab_chunks(problem: Problem, config: ScaledExpConfig, e: StoredExponentials | None) -> list[slice]:

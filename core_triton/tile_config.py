@@ -199,6 +199,10 @@ class ScaledExpConfig:
         """Rows of the largest chunk."""
         return max(self.rows, self.first_rows)
 
+    def usual_rows(self, tokens: int) -> int:
+        """Returns the rows of the only chunk of a call, or of the chunks that add to d_weight."""
+        return self.first_rows if self.first_rows == tokens else self.rows
+
     def chunks(self, tokens: int) -> list[slice]:
         """Returns the chunks of a call. They are computed from the last to the first."""
         others = tokens - self.first_rows
@@ -299,7 +303,7 @@ def choose_scaled_exp(
         saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         d_input: d_input is computed.
         scales_d_weight: d_weight is a float32 matmul of cuBLAS, a few classes at a time, times a power of two.
-        holds: the memory of d_input holds the chunk's rows of the input.
+        holds: the memory of d_input holds the chunk's rows of the input, but those of a first chunk in d_weight.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: how many numbers besides the sums a kernel writes for each row and class block.
         tiling: of the kernel that computes d_input; None if cuBLAS computes it.
@@ -367,9 +371,7 @@ def choose_scaled_exp(
         size += itemsize * (rows * padded(classes) * in_workspace + copied_rows * hidden) + 4 * scratch
         whole = head_rows if needs_cast else block_v
         piece = rows * padded(classes) // first_rows // whole * whole if first_rows else 0
-        return ScaledExpConfig(
-            rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size, first_rows, min(piece, classes)
-        )
+        return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size, first_rows, piece)
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not d_input:
@@ -390,8 +392,8 @@ def choose_scaled_exp(
         return chunk_cost.call_ms(call, chunk, chunk_cost.Chunk(rows, rows, d_input_of(rows, found), found.piece))
 
     def with_first(usual: ScaledExpConfig) -> ScaledExpConfig | None:
-        """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as fit
-        beside the usual chunks."""
+        """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as
+        d_weight has room for beside the usual chunks."""
         others = max(0, -(-(tokens - room) // usual.rows))
         first_rows = tokens - others * usual.rows
         if first_rows <= usual.rows:

@@ -53,6 +53,7 @@ from jax_pallas.hopper_common import (
     zero_piece,
 )
 from jax_pallas.hopper_split_head import HEAD_STAGES, head_slot, multiply_split_unit
+from jax_pallas.input_grad import WorkUnit, num_work_units, work_unit_of
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
 
 
@@ -174,7 +175,7 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
             for i in range(2):
                 source = x_ref.at[pl.ds(start + s * STEP, STEP), pl.ds(d + i * HALF, HALF)]
                 plgpu.copy_gmem_to_smem(source, ring.a_moved.at[slot, i], ring.full.at[slot])
-            load_e(
+            load_exponentials(
                 own,
                 e_ref,
                 s * STEP,
@@ -192,7 +193,7 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
     wait_for_all(ring.empty, STAGES)  # in the interpreter each phase of a barrier must be waited for
 
 
-def load_e(own: DWeightProgram, e_ref: Any, row: Any, v: Any, load: Callable[[Any], None]) -> None:
+def load_exponentials(own: DWeightProgram, e_ref: Any, row: Any, v: Any, load: Callable[[Any], None]) -> None:
     """Loads rows of e from a class of the kernel on, past the last class zeros."""
     first = own.kernel.first
     if first is None:
@@ -451,61 +452,6 @@ def _run_d_weight(
 
 
 # d_input.
-
-
-class WorkUnit(NamedTuple):
-    """The iterations of one tile that a program computes."""
-
-    tile: Any
-    first: Any  # iteration
-    length: Any  # iterations
-    slot: Any  # of the partial tiles; -1: the unit is a whole tile
-
-
-def work_unit_of(index: Any, schedule: SplitKSchedule) -> WorkUnit:
-    """Returns a program's work unit number `index` of a `SplitKSchedule`.
-
-    Programs first compute whole tiles in `full_waves` waves. The other `split_tiles` tiles are split along the classes.
-    Their first `split_iters` iterations are split into `split_factor` equal parts. The other iterations of each are its
-    tail. The `tail_programs` programs that have no part compute whole tails in waves, and an equal part of one of the
-    last tails. Programs of the same part or wave read the same classes at the same time and share what they read. Tiles
-    are numbered with the blocks of D first: tiles that run together then have few rows of e, which are read from memory
-    once.
-    """
-    program, many = lax.axis_index("program"), programs()
-    split_tiles, split_factor, split_iters = schedule.split_tiles, schedule.split_factor, schedule.split_iters
-    found = program + index * many, jnp.int32(0), jnp.int32(schedule.iters_per_tile), jnp.int32(-1)
-    if split_tiles:
-        whole_tiles, parts = schedule.full_waves * many, split_factor * split_tiles
-        part = lax.div(program, split_tiles)
-        first, last = lax.div(split_iters * part, split_factor), lax.div(split_iters * (part + 1), split_factor)
-        slot = jnp.where(last - first == schedule.iters_per_tile, -1, program)
-        own = whole_tiles + lax.rem(program, split_tiles), first, last, slot
-        if schedule.tail_programs:
-            worker = program - parts
-            piece = worker + (index - schedule.full_waves) * schedule.tail_programs
-            tail = whole_tiles + piece, jnp.int32(split_iters), jnp.int32(schedule.iters_per_tile), parts + piece
-            if schedule.tail_factor:
-                tail_iters, whole_tails = schedule.iters_per_tile - split_iters, split_tiles - schedule.last_tails
-                part = lax.div(worker, schedule.last_tails)
-                first, last = (lax.div(tail_iters * edge, schedule.tail_factor) for edge in (part, part + 1))
-                tile = whole_tiles + whole_tails + lax.rem(worker, schedule.last_tails)
-                last_tail = tile, split_iters + first, split_iters + last, parts + piece
-                tail = (jnp.where(piece < whole_tails, a, b) for a, b in zip(tail, last_tail, strict=True))
-            own = (jnp.where(program < parts, a, b) for a, b in zip(own, tail, strict=True))
-        found = (jnp.where(index < schedule.full_waves, a, b) for a, b in zip(found, own, strict=True))
-    tile, first, last, slot = found
-    return WorkUnit(tile, first, last - first, slot)
-
-
-def num_work_units(schedule: SplitKSchedule) -> Any:
-    """Returns how many work units a program has."""
-    worker = lax.axis_index("program") - schedule.split_factor * schedule.split_tiles
-    found = jnp.where(worker < 0, 1, 0)
-    if schedule.tail_programs:
-        tails = schedule.tail_waves + jnp.where(worker < schedule.tail_factor * schedule.last_tails, 1, 0)
-        found = jnp.where((worker >= 0) & (worker < schedule.tail_programs), tails, found)
-    return schedule.full_waves + found
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_pallas.hopper_common import PairRing, Ring, clear_after, slot_of, when
 
 if TYPE_CHECKING:
-    from jax_pallas.hopper_gradients import DInputKernel, WorkUnit
+    from jax_pallas.hopper_gradients import DInputKernel
+    from jax_pallas.input_grad import WorkUnit
 
 # Steps of a float32 head that are loaded ahead, a power of two. They are free again as soon as their halves are in
 # registers, so fewer are enough than of e.

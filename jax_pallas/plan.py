@@ -13,7 +13,14 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan, plan_passes
+from linear_ce.chunking import (
+    LEAST_ROW_GRADIENTS,
+    ChunkConfig,
+    SavedRowCount,
+    describe_chunks,
+    describe_plan,
+    plan_passes,
+)
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
@@ -131,7 +138,7 @@ class ExecutionPlan:
             path=self.path,
             kernels=family,
             tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
-            rows=self.chunks.rows,
+            chunks=self.describe_chunks(),
             tokens=self.tokens,
             casts_head=self.casts_head,
             matmuls={name: ours[name.split()[0]] for name in self.matmuls},
@@ -140,10 +147,14 @@ class ExecutionPlan:
             budget=self.memory_budget,
             saved=self.saved,
             saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
-            first_rows=self.scaled_exp_config.first_rows if self.path == "scaled_exp" else 0,
-            others=None if others is None else (others.path, others.chunks.rows, others.tokens),
+            others=None if others is None else (others.path, others.describe_chunks()),
             fixed_rows=tile_config.FIXED_ROWS if self.batch_invariant else None,
         )
+
+    def describe_chunks(self) -> str:
+        """Returns the chunks in words."""
+        first_rows = self.scaled_exp_config.first_rows if self.path == "scaled_exp" else 0
+        return describe_chunks(self.tokens, self.chunks.rows, first_rows)
 
 
 MOST_SMOOTHING, LEAST_SMOOTHED_CLASSES = 0.3, 256  # of terms of rank one; beyond, they cancel too much of the rest
@@ -416,4 +427,4 @@ def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
         return None
     tokens = key.input.shape[0]
     enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight else 0
-    return plan if plan.path == "scaled_exp" and plan.chunks.rows >= enough else None
+    return plan if plan.path == "scaled_exp" and plan.scaled_exp_config.usual_rows(tokens) >= enough else None

@@ -221,7 +221,7 @@ def _run(
             dtype = jnp.float32 if problem.spec.splits_head else problem.input.dtype
             sums = lax.empty(problem.linear_weight.shape, dtype)
         carry = carry._replace(d_weight=sums)
-    # XLA's GEMM adds to d_weight in place only inside a loop.
+    # XLA's GEMM adds to d_weight in place only inside a loop. A loop of vocabulary chunks copies a split head.
     unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.spec.splits_head
     if not saves:
         carry, found = over_chunks(body, carry, tokens, config.rows, full=last_start, unrolls=unrolls)

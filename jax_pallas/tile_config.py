@@ -257,6 +257,10 @@ class ScaledExpConfig:
     first_rows: int = 0
     piece: int = 0
 
+    def usual_rows(self, tokens: int) -> int:
+        """Returns the rows of the only chunk of a call, or of the chunks that add to d_weight."""
+        return self.first_rows if self.first_rows == tokens else self.rows
+
     def last_start(self, tokens: int) -> int:
         """Returns the first row of the last chunk, a multiple of `rows`."""
         return tokens - self.first_rows if self.first_rows else (tokens - 1) // self.rows * self.rows

@@ -250,12 +250,26 @@ PATHS = {
 }
 
 
+def describe_chunks(tokens: int, rows: int, first_rows: int = 0) -> str:
+    """Returns the chunks of a call in words.
+
+    Args:
+        tokens: N.
+        rows: rows of a chunk.
+        first_rows: rows of a first chunk with exponentials in the memory of d_weight; 0 without one.
+    """
+    if not first_rows:
+        return f"{max(1, -(-tokens // rows))} of up to {rows} rows"
+    first = f"1 of {first_rows} rows, whose exponentials are in the memory of d_weight until it is written"
+    return first if first_rows == tokens else f"{first}, and {-(-(tokens - first_rows) // rows)} of {rows} rows"
+
+
 def describe_plan(
     *,
     path: str,
     kernels: str | None,
     tile: tuple[int, int] | None,
-    rows: int,
+    chunks: str,
     tokens: int,
     casts_head: bool,
     matmuls: dict[str, bool],
@@ -264,9 +278,8 @@ def describe_plan(
     budget: int,
     saved: SavedRowCount | None,
     saves_logits: bool,
-    others: tuple[str, int, int] | None = None,
+    others: tuple[str, str] | None = None,
     fixed_rows: int | None = None,
-    first_rows: int = 0,
 ) -> str:
     """Returns the description of a plan, a few lines in the same words for both frameworks.
 
@@ -274,7 +287,7 @@ def describe_plan(
         path: a key of `PATHS`.
         kernels: which kernels run, or None.
         tile: rows and classes of a tile of logits, or None.
-        rows: rows of a chunk.
+        chunks: of `describe_chunks`.
         tokens: N.
         casts_head: whether the head is copied, to the input's dtype or to rows that kernels can read.
         matmuls: the matmuls that run, and whether our kernels compute them.
@@ -283,9 +296,8 @@ def describe_plan(
         budget: bytes of the memory budget.
         saved: which rows are saved for the backward pass; None if no row. `tokens` is their number then.
         saves_logits: whether that saves a matmul of the saved rows.
-        others: the path of the rows that are not saved, rows of a chunk and their number; None if all rows have a plan.
+        others: the path of the rows that are not saved, and their chunks; None if all rows have a plan.
         fixed_rows: rows of a tile of d_input, with batch_invariant; None without.
-        first_rows: rows of a first chunk with exponentials in the memory of d_weight; 0 without one.
     """
     family, why = "none", f": {PATHS[path]}"
     if kernels is not None:
@@ -296,11 +308,6 @@ def describe_plan(
         "our kernels": [name for name, ours in matmuls.items() if ours],
         library: [name for name, ours in matmuls.items() if not ours],
     }
-    chunks = f"{max(1, -(-tokens // rows))} of up to {rows} rows"
-    if first_rows:
-        chunks = f"1 of {first_rows} rows, whose exponentials are in the memory of d_weight until it is written"
-        if first_rows < tokens:
-            chunks += f", and {-(-(tokens - first_rows) // rows)} of {rows} rows"
     lines = {
         "path": f"{path}{why}",
         "kernels": family,
@@ -327,6 +334,6 @@ def describe_plan(
                 f"; for it, d_input has whole tiles of {fixed_rows} rows, which may leave multiprocessors idle"
             )
     if others is not None:
-        other_path, size, count = others
-        lines["other rows"] = f"{other_path}: {PATHS[other_path]}, {-(-count // size)} chunks of up to {size} rows"
+        other_path, other_chunks = others
+        lines["other rows"] = f"{other_path}: {PATHS[other_path]}; chunks: {other_chunks}"
     return "\n".join(f"{name}: {value}" for name, value in lines.items())

@@ -176,7 +176,7 @@ TRITON_KERNELS = (
     ),
     Mutation(
         "core_triton/plan.py",
-        "key.splits_head and w.tma_compatible()",
+        "key.splits_head and w.tma_compatible(pointers=pointers)",
         "key.splits_head",
         tests("core_triton_head_precision", "explain"),
     ),
@@ -639,7 +639,12 @@ HEAD_FLOAT32 = (
     Mutation("core_triton/scaled_exp.py", "chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]", "pass", SPLIT_CASES),
     Mutation("core_triton/scaled_exp.py", "first=vocab_chunk.start == first == 0)", "first=first == 0)", SPLIT_CASES),
     Mutation("core_triton/head_copy.py", "x.new_empty if width == columns else x.new_zeros", "x.new_empty", HEAD_COPY),
-    Mutation("core_triton/tile_config.py", "head_rows = whole_waves(rows, head_rows)", "pass", WAVES),
+    Mutation(
+        "core_triton/tile_config.py",
+        "head_rows = whole_waves(first_rows if first_rows == tokens else rows, head_rows)",
+        "pass",
+        WAVES,
+    ),
     Mutation("core_triton/tile_config.py", "if head_rows == classes:", "if False:", WAVES),
     Mutation("core_triton/head_copy.py", "low = (w - high.to(tl.float32))", "low = (w - w)", HEAD_COPY),
     Mutation("core_triton/head_copy.py", "place + hidden, low", "place, low", HEAD_COPY),
@@ -926,7 +931,7 @@ FIRST_CHUNK = (
     Mutation("core_triton/scaled_exp.py", "if d_input is not None and in_pieces:", "if False:", IN_PIECES),
     Mutation("core_triton/scaled_exp.py", "if not plan.holds_rows or in_pieces:", "if not plan.holds_rows:", IN_PIECES),
     Mutation(
-        "core_triton/scaled_exp.py", "self.others[place - 1, :n, within]", "self.others[0, :n, within]", IN_PIECES
+        "core_triton/first_chunk.py", "self.others[place - 1, :n, within]", "self.others[0, :n, within]", IN_PIECES
     ),
     Mutation("core_triton/row_kernels.py", "target < piece, place, later", "target < piece, place, place", IN_PIECES),
     Mutation("core_triton/row_kernels.py", "(target // piece - 1)", "(target // piece)", IN_PIECES),
@@ -934,6 +939,12 @@ FIRST_CHUNK = (
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "[row, k - last]", "[row, k - piece]", D_INPUT_OF_PIECES),
     Mutation("core_triton/tile_config.py", "max(0, -(-(tokens - room) // usual.rows))", "0", FIRST_CHUNKS),
+    Mutation(
+        "core_triton/plan.py",
+        "plan.scaled_exp_config.usual_rows(tokens) >= enough",
+        "plan.chunks.rows >= enough",
+        tests("chunk_cost", "needs_no_other_logits"),
+    ),
     Mutation("core_triton/tile_config.py", "// first_rows // whole * whole", "// rows // whole * whole", FIRST_CHUNKS),
     Mutation(
         "core_triton/tile_config.py", "if one.piece > 0 and one.bytes <= enough", "if one.piece > 0", FIRST_CHUNKS

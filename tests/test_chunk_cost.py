@@ -409,6 +409,16 @@ def test_the_pieces_of_a_first_chunk_fit_where_they_are_stored(head: Head) -> No
             assert made.bytes <= mebibytes * MIB
 
 
+def test_a_first_chunk_of_all_rows_needs_no_other_logits() -> None:
+    """The workspace holds fewer rows of exponentials than the chunk has, but its gradients are plan A again."""
+    for n, mebibytes in ((1500, 256), (2048, 128), (2048, 512)):
+        for stage in ("loss_and_gradients", "row_gradients"):
+            made = plan("torch", n, 4096, 151936, mebibytes * MIB, gpu="h100", stage=stage)
+            assert made.path == "scaled_exp"
+            assert made.chunks.first_rows == made.chunks.usual_rows(n) == n
+            assert made.chunks.rows < n
+
+
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_what_is_added_in_l2_is_not_loaded(gpu: str) -> None:
     """The bytes that a matmul does not hide: those of a d_weight that is written and read, half read, only written."""

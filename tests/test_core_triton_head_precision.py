@@ -149,7 +149,8 @@ def test_the_most_columns_of_a_split_head_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "d", "v", "whole"), [(8192, 4096, 128256, False), (8192, 4096, 151936, False), (1024, 768, 32000, True)]
+    ("n", "d", "v", "whole"),
+    [(8192, 4096, 128256, False), (8192, 2304, 256000, False), (8192, 896, 151936, False), (1024, 768, 32000, True)],
 )
 def test_vocabulary_chunks_are_whole_waves_of_tiles_or_the_whole_head(n: int, d: int, v: int, whole: bool) -> None:
     x, w = torch.empty(n, d, dtype=torch.bfloat16, device="meta"), torch.empty(v, d, device="meta")
@@ -159,7 +160,6 @@ def test_vocabulary_chunks_are_whole_waves_of_tiles_or_the_whole_head(n: int, d:
     assert config.bytes <= DEFAULT_MEMORY_BUDGET
     assert (config.head_rows == v) == whole
     if not whole:
-        rows = n if config.first_rows == n else config.rows
-        tiles = config.head_rows // tile.block_v * -(-rows // tile.block_n)
+        tiles = config.head_rows // tile.block_v * -(-config.usual_rows(n) // tile.block_n)
         waves = -(-tiles // explained.programs)
         assert tiles / explained.programs / waves > 0.95

@@ -14,7 +14,7 @@ import pytest
 from jax import Array
 from reductions import additions_in_l2  # noqa: F401
 
-from jax_pallas import hopper_gradients, recompute, scaled_exp
+from jax_pallas import hopper_common, hopper_gradients, input_grad, recompute, scaled_exp
 from jax_pallas.hopper_common import BLOCK_V, MULTIPROCESSORS
 from jax_pallas.hopper_gradients import add_d_weight, store_d_input
 from jax_pallas.launch import hopper_gradient_limits
@@ -35,7 +35,8 @@ ROUNDED = 2.0**-8 + 2e-6  # one rounding to bfloat16, and float32 sums in anothe
 
 
 def use_programs(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
-    monkeypatch.setattr(hopper_gradients, "programs", lambda: many)
+    for module in (hopper_gradients, hopper_common):
+        monkeypatch.setattr(module, "programs", lambda: many)
 
 
 def float64(array: Any) -> np.ndarray:
@@ -381,8 +382,8 @@ def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `work_unit_of` and `num_work_units` compute in NumPy for all programs of a GPU at once."""
     use_programs(monkeypatch, MULTIPROCESSORS)
     numbers = {"axis_index": lambda _: np.arange(MULTIPROCESSORS), "div": truncated, "rem": np.fmod}
-    monkeypatch.setattr(hopper_gradients, "lax", SimpleNamespace(**numbers))
-    monkeypatch.setattr(hopper_gradients, "jnp", np)
+    monkeypatch.setattr(input_grad, "lax", SimpleNamespace(**numbers))
+    monkeypatch.setattr(input_grad, "jnp", np)
 
 
 def taken(schedule: SplitKSchedule, tiles: int) -> dict[int, list[tuple[int, int, int]]]:

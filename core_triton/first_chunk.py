@@ -1,0 +1,53 @@
+"""Where the exponentials of a first chunk are: by pieces of the classes, most of them in the memory of d_weight.
+
+d_weight is not written yet when the first chunk is computed, so its memory is free. A first chunk may have as many rows
+as the exponentials of a class have room in a row of d_weight, more than the budget allows for the other chunks. Its
+d_input is computed first, from all exponentials, and then d_weight, a piece at a time.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from core_triton.launch import cdiv
+
+
+class StoredExponentials(NamedTuple):
+    """The exponentials of a chunk of n rows: (n, K), or by pieces of the classes for the first chunk that is computed.
+
+    Its pieces are in the memory of d_weight, which is not written yet, but for the first piece. Those of piece p are
+    where the rows of d_weight of piece p - 1 will be. The gradients of the last piece are computed first, so each piece
+    of d_weight replaces exponentials that no kernel reads again.
+
+    Args:
+        first: (n, P), the first piece, or (n, K).
+        others: (pieces - 1, M, P), of which the first n rows of M are used; None if there is one piece. M P is the size
+            of a piece of d_weight.
+    """
+
+    first: Tensor
+    others: Tensor | None = None
+
+    @classmethod
+    def in_d_weight(cls, stored: Tensor, d_weight: Tensor, n: int, piece: int, classes: int) -> "StoredExponentials":
+        """Returns room for the exponentials of n rows, in pieces of `piece` classes, in stored (rows, K or more) and
+        the memory of d_weight (V, D)."""
+        pieces, memory = cdiv(classes, piece), d_weight.view(-1).view(stored.dtype)
+        others = memory[: (pieces - 1) * piece * (memory.numel() // len(d_weight))].view(pieces - 1, -1, piece)
+        return cls(stored.view(-1)[: n * piece].view(n, piece), others)
+
+    def pieces(self, classes: int) -> list[slice]:
+        """Returns the classes of each piece."""
+        piece = self.first.shape[1]
+        return [slice(start, min(start + piece, classes)) for start in range(0, classes, piece)]
+
+    def of(self, vocab_chunk: slice) -> Tensor:
+        """Returns the exponentials (n, v) of classes of one piece."""
+        n, piece = self.first.shape
+        place = vocab_chunk.start // piece
+        first = vocab_chunk.start - place * piece
+        within = slice(first, first + vocab_chunk.stop - vocab_chunk.start)
+        if place == 0:
+            return self.first[:, within]
+        assert self.others is not None
+        return self.others[place - 1, :n, within]
