@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from linear_ce import chunk_cost
@@ -411,6 +411,7 @@ def choose_scaled_exp(
         classes_of_both = schedule.longest * STEP * (1 + splits_head)
         return chunk_cost.DInput(schedule.tile_rows, classes_of_both, share, schedule.bytes)
 
+    @cache
     def ms(found: ScaledExpConfig) -> float:
         assert call is not None
         last_rows = tokens - found.last_start(tokens)
@@ -421,8 +422,8 @@ def choose_scaled_exp(
         return chunk_cost.call_ms(call, chunk, last)
 
     def with_first(usual: ScaledExpConfig) -> ScaledExpConfig | None:
-        """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as fit
-        beside the usual chunks."""
+        """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as
+        d_weight has room for beside the usual chunks."""
         others = max(0, -(-(tokens - room) // usual.rows))
         first_rows = tokens - others * usual.rows
         if first_rows <= usual.rows:
