@@ -231,108 +231,6 @@ def _get_np_dtype(dtype: Any) -> Any:
     return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtypes(scalar)
 
 
-# Additions, subtractions, multiplications and comparisons are most of what kernels do. Triton passes each through six
-# functions and copies a scalar operand to all elements, which took a fifth of the time.
-OPERATIONS = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "less_than": np.less,
-    "less_equal": np.less_equal,
-    "greater_than": np.greater,
-    "greater_equal": np.greater_equal,
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-}
-METHODS = {
-    "__add__": "add",
-    "__sub__": "sub",
-    "__mul__": "mul",
-    "__lt__": "less_than",
-    "__le__": "less_equal",
-    "__gt__": "greater_than",
-    "__ge__": "greater_equal",
-    "__eq__": "equal",
-    "__ne__": "not_equal",
-}
-
-
-def _is_quick(dtype: Any) -> bool:
-    return dtype is tl.float32 or dtype is tl.int32 or dtype is tl.int64
-
-
-def _quick_operation(name: str) -> Callable[..., Any]:
-    """Returns an operation of TritonSemantic that computes at once where NumPy gives the same: operands of one dtype
-    that have one shape, or of which one is a scalar, and integers that are added to pointers. Triton's own function
-    takes all others."""
-    usual, compute, compares = getattr(_SEMANTIC, name), OPERATIONS[name], name not in ("add", "sub", "mul")
-
-    def operation(self: Any, lhs: Any, rhs: Any, *options: Any) -> Any:
-        if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
-            return usual(self, lhs, rhs, *options)
-        dtype = lhs.dtype
-        adds_to_pointer = type(dtype) is tl.pointer_type and name == "add" and rhs.dtype in (tl.int32, tl.int64)
-        if not adds_to_pointer and (dtype is not rhs.dtype or not _is_quick(dtype)):
-            return usual(self, lhs, rhs, *options)
-        whole: Any = lhs.type
-        if not lhs.shape and rhs.shape:
-            of_rhs: Any = rhs.type
-            whole = of_rhs.with_element_ty(dtype)
-        elif lhs.shape is not rhs.shape and rhs.shape:
-            return usual(self, lhs, rhs, *options)
-        if adds_to_pointer:
-            return tl.tensor(self.builder.create_addptr(lhs.handle, rhs.handle), whole)
-        data = compute(lhs.handle.data, rhs.handle.data)
-        if compares:
-            return tl.tensor(interpreter.TensorHandle(data, tl.int1), whole.with_element_ty(tl.int1))
-        return tl.tensor(interpreter.TensorHandle(data, dtype), whole)
-
-    return operation
-
-
-def _quick_method(name: str, usual: Any) -> Callable[[Any, Any], Any]:
-    """Returns a method of tensors that skips the wrappers of Triton's, where the operation is quick."""
-    operation = getattr(_SEMANTIC, name)
-    options = (True,) if name in ("add", "sub", "mul") else ()
-
-    def method(self: Any, other: Any) -> Any:
-        dtype = self.dtype
-        if _is_quick(dtype) or type(dtype) is tl.pointer_type:
-            other = _unwrap(other)
-            kind = type(other)
-            if kind is tl.tensor:
-                return operation(interpreter.interpreter_semantic, self, other, *options)
-            if type(dtype) is tl.pointer_type:
-                return usual(self, other)
-            if (kind is int and -(2**31) <= other < 2**31) or (kind is float and dtype is tl.float32):
-                key = other, kind, dtype.name
-                constant = _scalars.get(key)
-                if constant is None:
-                    constant = _scalars[key] = _scalar(other, dtype)
-                return operation(interpreter.interpreter_semantic, self, constant, *options)
-        return usual(self, other)
-
-    return method
-
-
-_scalars: dict[Any, Any] = {}  # tensors of numbers
-
-
-def _scalar(number: Any, dtype: Any) -> Any:
-    """Returns the tensor that a number beside a tensor of this dtype becomes."""
-    constant = interpreter.interpreter_semantic.scalar_constant(number, dtype)
-    constant.handle.data.flags.writeable = False  # nothing may change what later operations get
-    return constant
-
-
-def _quicken_operations() -> None:
-    """Replaces the operations of TritonSemantic and the methods of tensors that call them."""
-    for name in OPERATIONS:
-        setattr(_SEMANTIC, name, _quick_operation(name))
-    for method, name in METHODS.items():
-        setattr(tl.tensor, method, _quick_method(name, getattr(tl.tensor, method)))
-
-
 class Running:
     """The index of the program that runs now, and the implementation that it tests."""
 
@@ -1268,7 +1166,6 @@ def main() -> None:
     tl.core.block_type.with_element_ty = _with_element_ty
     tl.core.tensor.__init__ = _init_tensor
     _patch_language()
-    _quicken_operations()
     torch.use_deterministic_algorithms(True)  # fills new buffers with NaN, so that unwritten elements show
     torch.set_num_threads(1)
     # NumPy, which interprets the kernels, warns of infinities and NaN, which the edge cases contain on purpose. It also
