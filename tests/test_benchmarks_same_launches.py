@@ -11,9 +11,9 @@ import torch
 from benchmarks import jax_launches, results, same_launches
 from benchmarks.chunk_rows import preferring
 from benchmarks.launch_recorder import launch_of
-from benchmarks.same_launches import Step, compare, difference
+from benchmarks.same_launches import Step, bare, compare, difference
 from benchmarks.shapes import MODES, Shape
-from benchmarks.torch_launches import Steps, bare, code_of, steps_and_launches
+from benchmarks.torch_launches import Steps, code_of, steps_and_launches
 
 H100, H200 = results.COMPARED_GPUS
 VERSIONS = {"torch": "1", "triton": "2"}
