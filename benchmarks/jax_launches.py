@@ -25,16 +25,12 @@ from jax_pallas.linear_ce import linear_cross_entropy
 
 CONFIG = "mhlo.backend_config"
 MOSAIC, TRITON = "module", "ir"  # the bytecode of a kernel
+CANONICAL = "canonicalize"  # what XLA itself does to the code of Triton before anything else
 KERNEL_HASH = "kernel_hash"  # of the bytecode, which contains line numbers
 
 
 def steps_of(shape: Shape, mode: Mode, gpu: str, modules: Path | None = None) -> list[Step]:
-    """Returns a step for each kernel of the forward and backward pass of a call, and at last one for the program.
-
-    A step of a kernel is its name, its launch and a hash of its code. The program's text contains no kernel. Line
-    numbers and comments are in neither. If there is a folder `modules`, kernels of Mosaic are kept there for
-    `jax_ptx.compile_all`.
-    """
+    """Returns the steps of the forward and backward pass of a call: `steps_in`."""
 
     def call(x: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
         options: dict[str, Any] = {"memory_budget": mode.memory_budget, "implementation": COMPARED_METHODS["jax"]}
@@ -45,6 +41,16 @@ def steps_of(shape: Shape, mode: Mode, gpu: str, modules: Path | None = None) ->
     y = jax.ShapeDtypeStruct((shape.n,), jnp.int32)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(gpu, 1, "gpu"))):
         program: Any = jax.jit(call).trace(x, w, y).lower(lowering_platforms=("cuda",)).compiler_ir()
+    return steps_in(program, modules)
+
+
+def steps_in(program: Any, modules: Path | None = None) -> list[Step]:
+    """Returns a step for each kernel of a lowered program, and at last one for the program.
+
+    A step of a kernel is its name, its launch and a hash of its code. The program's text contains no kernel. Line
+    numbers and comments are in neither. If there is a folder `modules`, kernels of Mosaic are kept there for
+    `jax_ptx.compile_all`.
+    """
     steps = []
     with program.context:
         for operation in _operations(program.operation):
@@ -73,12 +79,11 @@ def _operations(operation: Any) -> Iterator[Any]:
 def _hash_of_kernel(config: dict[str, Any]) -> str | None:
     """Returns a hash of a kernel's code; None if there is no kernel."""
     if MOSAIC in config:
-        return _hash_of_bytecode(config[MOSAIC])
-    # XLA canonicalizes the code of Triton too, before it does anything else.
-    return _hash_of_bytecode(config[TRITON], "canonicalize") if TRITON in config else None
+        return _hash_of_bytecode(config[MOSAIC], "")
+    return _hash_of_bytecode(config[TRITON], CANONICAL) if TRITON in config else None
 
 
-def _hash_of_bytecode(bytecode: Any, passes: str = "") -> str:
+def _hash_of_bytecode(bytecode: Any, passes: str) -> str:
     with make_ir_context() as context:
         triton_dialect.register_dialect(context)
         context.allow_unregistered_dialects = True  # Mosaic's, in their stable form

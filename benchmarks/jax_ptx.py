@@ -27,18 +27,18 @@ from benchmarks.results import ROOT, short_hash
 from benchmarks.same_launches import bare, progress
 
 COMPILER = Path(sys.prefix) / "gpu-compiler"  # the plugin: `make test` installs it there
+ASSEMBLER = COMPILER / "nvidia/cu13/bin/ptxas"
 TARGET = ROOT / "tests" / "targets" / "h200.pbtxt"  # of compute capability 9.0, as an H100
 DUMP = "mosaic_gpu.dump_basename"  # ends in a count of the kernels of the process
 OUTLINING = "mosaic_gpu-serde{serialize=false},canonicalize,cse,gpu-launch-sink-index-computations,gpu-kernel-outlining"
 
 
 def environment() -> dict[str, str]:
-    """Returns the variables of a process that runs `compile_all`."""
+    """Returns the variables of a process that compiles for a GPU that is not present."""
     return {
-        "PATH": os.pathsep.join([str(COMPILER / "nvidia/cu13/bin"), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([str(ASSEMBLER.parent), os.environ["PATH"]]),
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_PLATFORMS": "",
-        "MOSAIC_GPU_DUMP_PTX": "1",
     }
 
 
@@ -55,15 +55,15 @@ def keep(operation: Any, file: Path) -> None:
             for index, argument in enumerate(block.arguments):
                 alone.operands[index] = argument
             func.ReturnOp(list(alone.results))
-        with file.open("wb") as output:
+        part = file.with_suffix(f".{os.getpid()}")  # another process may write the same kernel
+        with part.open("wb") as output:
             program.operation.write_bytecode(output)
+        part.replace(file)
 
 
 def compile_all(files: Sequence[str]) -> None:
-    """Compiles kernels that `keep` wrote, while Mosaic prints their PTX.
-
-    The process needs the variables of `environment`.
-    """
+    """Compiles kernels that `keep` wrote, while Mosaic prints their PTX. The process needs `environment`."""
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     topology: Any = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
     device = topology.devices[0]
     options = get_compile_options(num_replicas=1, num_partitions=1)
