@@ -9,7 +9,7 @@ A recorded call is the forward and backward pass of the mean loss without arrays
 every call of the grid is compared: all launches in order, with their grids, arguments and PTX, and the library's
 matmuls and other operators of PyTorch (`torch_launches.py`). Of jax_pallas, where a call takes seconds, only those that
 have a row of the older code are compared: the program that JAX makes for the GPU, and the code of its kernels
-(`jax_launches.py`).
+(`jax_launches.py`). Kernels whose code differs before it is compiled are compiled and compared again (`jax_ptx.py`).
 """
 
 import argparse
@@ -17,12 +17,13 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,18 +41,40 @@ CONSTEXPRS = "constexprs"  # what they change is in the code, so they only expla
 Step = dict[str, str]  # what is launched, then its grid, arguments, constexprs and options
 
 
-def record(name: str, framework: str, calls: Sequence[str]) -> None:
-    """Prints a line of JSON for each call: its name and its steps. The package must come from the working folder."""
+def record(name: str, framework: str, calls: Sequence[str], modules: str) -> None:
+    """Prints a line of JSON for each call: its name and its steps. The package must come from the working folder.
+
+    Args:
+        name: for the reader.
+        framework: torch or jax.
+        calls: their names.
+        modules: the folder where kernels of JAX are kept that can be compiled later.
+    """
     recorder = importlib.import_module(f"benchmarks.{framework}_launches")
     check_origin(Path.cwd())
     planned = {(shape.name, mode.name): (shape, mode) for shape, mode, _ in plan([GRID])}
-    last = time.monotonic()
-    for number, call in enumerate(calls, 1):
+    kept = {"modules": Path(modules)} if framework == "jax" else {}
+    for call in progress(name, calls, "calls"):
         shape, mode, gpu = call.split(", ")
-        print(json.dumps({"call": call, "steps": recorder.steps_of(*planned[shape, mode], gpu)}))
-        if time.monotonic() > last + PROGRESS_SECONDS or number == len(calls):
+        print(json.dumps({"call": call, "steps": recorder.steps_of(*planned[shape, mode], gpu, **kept)}))
+
+
+def progress(name: str, items: Sequence[str], what: str) -> Iterator[str]:
+    """Yields items, and prints from time to time how many are done."""
+    last = time.monotonic()
+    for number, item in enumerate(items, 1):
+        yield item
+        if time.monotonic() > last + PROGRESS_SECONDS or number == len(items):
             last = time.monotonic()
-            print(f"{name}: {number} of {len(calls)} calls", file=sys.stderr, flush=True)
+            print(f"{name}: {number} of {len(items)} {what}", file=sys.stderr, flush=True)
+
+
+def bare(ptx: str) -> str:
+    """Returns PTX without comments and without what only debuggers read."""
+    code, *debug = re.split(r"^\s*\.section\s+\.debug", ptx, maxsplit=1, flags=re.MULTILINE)
+    assert ".entry" not in "".join(debug)
+    code = re.sub(r"//.*|^\s*\.(loc|file)\s.*|^\$L__(tmp|func_begin|func_end)\d+:", "", code, flags=re.MULTILINE)
+    return "\n".join(line.strip() for line in code.splitlines() if line.strip())
 
 
 def difference(old: Sequence[Step], new: Sequence[Step]) -> str | None:
@@ -78,11 +101,13 @@ class Comparison(NamedTuple):
     counts: dict[str, int]
 
 
-def compare(old: Iterable[str], new: Iterable[str]) -> Comparison:
-    """Compares the lines of two recordings."""
+def compare(old: Iterable[str], new: Iterable[str], compiled: Mapping[str, str] | None = None) -> Comparison:
+    """Compares the lines of two recordings. `compiled` has the code that some code of kernels becomes."""
     differences, same, kernels, launches = [], [], set(), 0
-    for lines in zip_longest(old, new, fillvalue='{"call": "no call", "steps": []}'):
-        before, after = map(json.loads, lines)
+    for before, after in _calls(old, new):
+        for step in (*before["steps"], *after["steps"]):
+            if CODE in step:
+                step[CODE] = (compiled or {}).get(step[CODE], step[CODE])
         found = difference(before["steps"], after["steps"])
         if before["call"] != after["call"]:
             found = f"another call, {after['call']}"
@@ -95,6 +120,40 @@ def compare(old: Iterable[str], new: Iterable[str]) -> Comparison:
     return Comparison(differences, same, {"calls": len(same), "launches": launches, "kernels": len(kernels)})
 
 
+def _calls(old: Iterable[str], new: Iterable[str]) -> Iterator[tuple[Any, Any]]:
+    for before, after in zip_longest(old, new, fillvalue='{"call": "no call", "steps": []}'):
+        yield json.loads(before), json.loads(after)
+
+
+def unequal_codes(old: Iterable[str], new: Iterable[str], kept: Collection[str]) -> list[str]:
+    """Returns the codes, among those of `kept` kernels, that are all that differs in some calls of two recordings."""
+    found = set()
+    for before, after in _calls(old, new):
+        pairs = [*zip(before["steps"], after["steps"], strict=False)]
+        codes = {step.get(CODE) for pair in pairs if pair[0].get(CODE) != pair[1].get(CODE) for step in pair}
+        without = ([step | {CODE: ""} for step in steps] for steps in (before["steps"], after["steps"]))
+        if codes <= set(kept) and difference(*without) is None:
+            found |= codes
+    return sorted(found)
+
+
+def compiled_codes(modules: Path, codes: Sequence[str]) -> dict[str, str]:
+    """Compiles kernels of JAX in another process. Returns the code that each becomes; none without a compiler."""
+    from benchmarks import jax_ptx
+
+    files = [modules / code for code in codes]
+    if not jax_ptx.COMPILER.is_dir():
+        print(f"{jax_ptx.COMPILER} is missing, so no kernel is compiled: run `make test`, which installs it")
+        return {}
+    compile_them = f"from benchmarks.jax_ptx import compile_all; compile_all({[*map(str, files)]!r})"
+    more = jax_ptx.environment()
+    process = start(compile_them, results.ROOT, jax_ptx.COMPILER, output=subprocess.PIPE, more=more)
+    printed, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit("a kernel could not be compiled")
+    return {file.name: code for file, code in zip(files, jax_ptx.codes_of(files, printed), strict=True)}
+
+
 def export(commit: str, folder: Path, *paths: str) -> None:
     """Writes files of a commit to a folder."""
     command = ["git", "archive", commit, *paths]
@@ -103,9 +162,9 @@ def export(commit: str, folder: Path, *paths: str) -> None:
         files.extractall(folder, filter="data")
 
 
-def start(code: str, *path: Path, output: Any) -> subprocess.Popen[str]:
-    """Starts Python code, with these folders as its path, in the first of them."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+def start(code: str, *path: Path, output: Any, more: Mapping[str, str] | None = None) -> Any:
+    """Starts Python code, with these folders as its path, in the first of them, with more variables."""
+    environment = {**os.environ, **(more or {}), "PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.Popen([sys.executable, "-P", "-c", code], cwd=path[0], env=environment, stdout=output, text=True)
 
 
@@ -138,16 +197,20 @@ def run(commit: str, framework: str, scratch: Path) -> int:
         print(f"nothing to compare: {known if calls else f'no row of {old} is in results/'}")
         return 0
     outputs = [scratch / "old.jsonl", scratch / "new.jsonl"]
-    processes = []
+    modules, processes = scratch / "modules", []
+    modules.mkdir()
     for name, folder, output in zip(("old", "new"), (code, results.ROOT), outputs, strict=True):
         with output.open("w") as file:
-            record_it = f"from benchmarks.same_launches import record; record({name!r}, {framework!r}, {unknown!r})"
+            arguments = name, framework, unknown, str(modules)
+            record_it = f"from benchmarks.same_launches import record; record(*{arguments!r})"
             processes.append(start(record_it, folder, results.ROOT, output=file))
     statuses = [process.wait() for process in processes]
     if any(statuses):
         raise SystemExit("one of the commits could not be recorded")
-    with outputs[0].open() as before, outputs[1].open() as after:
-        differences, same, counts = compare(before, after)
+    before, after = (output.read_text().splitlines() for output in outputs)
+    unequal = unequal_codes(before, after, {file.name for file in modules.iterdir()})
+    compiled = compiled_codes(modules, unequal) if unequal else {}
+    differences, same, counts = compare(before, after, compiled)
     if differences:
         print(f"{len(differences)} of {len(differences) + len(same)} calls differ, among them:")
         print("\n".join(differences[:MOST_DIFFERENCES]))

@@ -3,7 +3,6 @@
 The call runs on fake tensors. `launch_recorder.py` records the launches of kernels, and `Steps` all other operators.
 """
 
-import re
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks import results
 from benchmarks.launch_recorder import Launch, compile_launch, fake_gpu, type_of
-from benchmarks.same_launches import CODE, CONSTEXPRS, Step
+from benchmarks.same_launches import CODE, CONSTEXPRS, Step, bare
 from benchmarks.shapes import Mode, Shape
 
 CAPABILITY = 90  # of results.COMPARED_GPUS
@@ -86,14 +85,6 @@ def steps_and_launches(shape: Shape, mode: Mode, gpu: str) -> list[tuple[Step, L
         with torch.no_grad():  # loss.backward() would need a GPU
             loss.grad_fn.apply(torch.empty((), device="cuda"))
     return steps.found
-
-
-def bare(ptx: str) -> str:
-    """Returns PTX without comments and without what only debuggers read."""
-    code, *debug = re.split(r"^\s*\.section\s+\.debug", ptx, maxsplit=1, flags=re.MULTILINE)
-    assert ".entry" not in "".join(debug)
-    code = re.sub(r"//.*|^\s*\.(loc|file)\s.*|^\$L__(tmp|func_begin|func_end)\d+:", "", code, flags=re.MULTILINE)
-    return "\n".join(line.strip() for line in code.splitlines() if line.strip())
 
 
 @cache

@@ -1,10 +1,10 @@
 """Breaks the code in one place at a time and reports whether the quick tests notice. Run by `make test-mutations`.
 
-Each mutation changes one line of kernels, row math, plans or launches. The command copies the tree to a separate
-folder, makes the change there, runs those of the mutation's tests that are quick, and prints "caught" or "SURVIVED". It
-exits with 1 if a mutation survives, or if the text to change does not occur exactly once in its file. In that case the
-code has changed, and the table below must be updated. `python tests/mutations.py TEXT...` runs the mutations whose file
-or text contains one of the arguments.
+Each mutation changes one line of kernels, row math, plans, launches or `benchmarks.same_launches`. The command copies
+the tree to a separate folder, makes the change there, runs those of the mutation's tests that are quick, and prints
+"caught" or "SURVIVED". It exits with 1 if a mutation survives, or if the text to change does not occur exactly once in
+its file. In that case the code has changed, and the table below must be updated. `python tests/mutations.py TEXT...`
+runs the mutations whose file or text contains one of the arguments.
 """
 
 import os
@@ -1072,10 +1072,25 @@ PASSES = (
     Mutation("core_triton/ranges.py", "before.add_all(report)", "pass", ("tests/test_core_triton_ranges.py",)),
 )
 
+SAME_LAUNCHES = (
+    Mutation(
+        "benchmarks/jax_launches.py", 'CANONICAL = "canonicalize"', 'CANONICAL = ""',
+        ("tests/test_benchmarks_same_launches.py", "-k", "constant_is"),
+    ),
+    Mutation(
+        "benchmarks/same_launches.py", " and difference(*without) is None:", ":",
+        ("tests/test_benchmarks_same_launches.py", "-k", "mosaic"),
+    ),
+    Mutation(
+        "benchmarks/jax_ptx.py", "{OUTLINING})", "canonicalize)",
+        ("tests/test_benchmarks_same_launches.py", "-k", "mosaic"),
+    ),
+)  # fmt: skip
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
-    *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES),
+    *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

@@ -4,16 +4,24 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from benchmarks import jax_launches, results, same_launches
+from benchmarks import jax_launches, jax_ptx, results, same_launches
 from benchmarks.chunk_rows import preferring
 from benchmarks.launch_recorder import launch_of
-from benchmarks.same_launches import Step, compare, difference
+from benchmarks.same_launches import Step, bare, compare, difference
 from benchmarks.shapes import MODES, Shape
-from benchmarks.torch_launches import Steps, bare, code_of, steps_and_launches
+from benchmarks.torch_launches import Steps, code_of, steps_and_launches
+from jax_pallas.hopper_common import COMPILER
+from jax_pallas.triton_launch import arange, load, run, store
 
 H100, H200 = results.COMPARED_GPUS
 VERSIONS = {"torch": "1", "triton": "2"}
@@ -208,6 +216,100 @@ def test_steps_of_a_program_of_jax_are_its_kernels() -> None:
     assert names.count("mosaic_gpu_v2 ") >= 3
     assert names[-1] == "the program"
     assert difference(found, [*found[:-1], {**found[-1], "code": "other"}]) is not None
+
+
+def lowered(function: Any, *dims: tuple[int, ...], modules: Path | None = None) -> list[Step]:
+    """Returns the steps of a function of float32 arrays on an H200."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in dims]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(H200, 1, "gpu"))):
+        program = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).compiler_ir()
+    return jax_launches.steps_in(program, modules)
+
+
+def chosen_kernel(options: tuple[bool, float], x_ref: Any, out_ref: Any) -> None:
+    swapped, least = options
+    at = arange(0, 8)
+    x = load(x_ref, at, mask=at < 8)
+    zeros = jnp.zeros(8) if swapped else None
+    raised = jax.lax.max(x, jnp.float32(least))
+    zeros = jnp.zeros(8) if zeros is None else zeros
+    store(out_ref, at, values=jnp.where(at < 4, raised, zeros), mask=at < 8)
+
+
+def test_where_a_constant_is_written_makes_no_other_code_of_a_triton_kernel() -> None:
+    """XLA canonicalizes before it does anything else."""
+
+    def steps(*options: Any) -> list[Step]:
+        result = jax.ShapeDtypeStruct((8,), jnp.float32)
+        return lowered(lambda x: run(chosen_kernel, options, (x,), (result,), (1,), stages=1)[0], (8,))
+
+    assert difference(steps(False, 1.0), steps(True, 1.0)) is None
+    assert str(difference(steps(False, 1.0), steps(True, 3.0))).startswith(
+        'launch 0, __gpu$xla.gpu.triton "chosen_kernel": code '
+    )
+    with mock.patch.object(jax_launches, "CANONICAL", ""):  # as it comes from JAX, it differs
+        assert difference(steps(False, 1.0), steps(True, 1.0)) is not None
+
+
+def copies(folder: Path, *, steps: bool = False, more: int = 1, block: int = 0) -> list[Step]:
+    """Returns the steps of a kernel of Mosaic that copies a block of an array, to shared memory and from it.
+
+    Args:
+        folder: of the kernel.
+        steps: index the shared memory in two steps.
+        more: buffers of shared memory that nothing uses.
+        block: copied.
+    """
+
+    def body(x_ref: Any, out_ref: Any, buffers: Any, barrier: Any, *_: Any) -> None:
+        slot = jax.lax.axis_index("program")
+        buffer = buffers.at[slot].at[1] if steps else buffers.at[slot, 1]
+        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(64 * block, 64)], buffer, barrier)
+        plgpu.barrier_wait(barrier)
+        plgpu.copy_smem_to_gmem(buffer, out_ref.at[pl.ds(64 * slot, 64)])
+        plgpu.wait_smem_to_gmem(0)
+
+    buffers = plgpu.SMEM((2, 2, 64, 32), jnp.float32)
+    scratch = [buffers, plgpu.Barrier(), *[plgpu.SMEM((128,), jnp.float32)] * more]
+    call = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct((128, 32), jnp.float32), scratch_types=scratch, grid=(2,),
+        grid_names=("program",), compiler_params=COMPILER,
+    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    return lowered(call, (128, 32), modules=folder)
+
+
+def as_line(steps: list[Step]) -> str:
+    return json.dumps({"call": "a call", "steps": steps})
+
+
+def test_kernels_of_mosaic_are_compiled_if_nothing_else_differs(tmp_path: Path) -> None:
+    one, two, more = copies(tmp_path), copies(tmp_path, steps=True), copies(tmp_path, more=2)
+    assert difference(one, copies(tmp_path)) is None
+    kept = {file.name for file in tmp_path.iterdir()}
+    codes = [steps[0]["code"] for steps in (one, two, more)]
+    assert kept == {*codes}
+    assert len(kept) == 3
+    assert same_launches.unequal_codes([as_line(one)], [as_line(one)], kept) == []
+    assert same_launches.unequal_codes([as_line(one)], [as_line(two)], kept) == sorted(codes[:2])
+    assert same_launches.unequal_codes([as_line(one)], [as_line(two)], {codes[0]}) == []
+    for changed in (two[:1], [two[0], {**two[1], "code": "other"}], [{**two[0], "with": "other"}, two[1]]):
+        assert same_launches.unequal_codes([as_line(one)], [as_line(changed)], kept) == []
+    found = compare([as_line(one)] * 2, [as_line(two), as_line(more)], {codes[0]: "ptx", codes[1]: "ptx"})
+    assert found.same == ["a call"]
+    assert found.differences == [f"a call: launch 0, mosaic_gpu_v2 : code ptx -> {codes[2]}"]
+    host = [jax_ptx.host_code((tmp_path / code).read_bytes()) for code in codes]
+    assert host[0] == host[1]
+    assert host[0] != host[2]  # the host asks for more shared memory
+
+
+@pytest.mark.slow
+def test_an_index_in_two_steps_is_the_same_ptx(tmp_path: Path) -> None:
+    forms: Any = ({}, {"steps": True}, {"more": 2}, {"block": 1})
+    one, two, more, other = (copies(tmp_path, **form)[0]["code"] for form in forms)
+    compiled = same_launches.compiled_codes(tmp_path, [one, two, more, other])
+    assert compiled[one] == compiled[two]
+    assert len({*compiled.values()}) == 3
 
 
 def test_wrong_uses_are_refused() -> None:

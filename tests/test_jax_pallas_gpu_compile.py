@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import pytest
 from sass import innermost_loop, missing_overlap, opcodes, unread_at_arrival
 
+from benchmarks.jax_ptx import ASSEMBLER, COMPILER
+from benchmarks.jax_ptx import environment as gpu_compiler
 from benchmarks.launch_recorder import dump
 from benchmarks.shapes import Shape
 from benchmarks.sm80_pallas import compile_for, lower_exponentials
@@ -21,10 +23,6 @@ from jax_pallas import explain
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 HERE = Path(__file__).parent
-COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
-
-ASSEMBLER = COMPILER / "nvidia/cu13/bin/ptxas"
-
 LLAMA, QWEN, GEMMA = (4096, 128256), (896, 151936), (2304, 256000)
 PHI = (3072, 200064)
 EVERY_DAY = [
@@ -55,10 +53,8 @@ def compile_all(
     asked = json.dumps([dict(zip(keys, (*program, implementation), strict=True)) for program in programs])
     environment = {
         **os.environ,
+        **gpu_compiler(),
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(COMPILER)]),
-        "PATH": os.pathsep.join([str(ASSEMBLER.parent), os.environ["PATH"]]),
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_PLATFORMS": "",
     }
     if kept is not None:
         environment |= {

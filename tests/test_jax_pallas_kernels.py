@@ -16,6 +16,8 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.jax_ptx import COMPILER
+from benchmarks.jax_ptx import environment as gpu_compiler
 from jax_pallas import kernels, row_kernels, target_grad
 from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
@@ -24,7 +26,6 @@ from linear_ce.spec import LossSpec
 from linear_ce.statistics import BY_ROW, ENTROPY, MAX, OF_LOGITS
 
 HERE = Path(__file__).parent
-COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}
@@ -383,10 +384,8 @@ def compile_all(target: str, programs: list[dict[str, Any]]) -> list[dict[str, A
         pytest.fail(f"{COMPILER} is missing: run `make test`, which installs it")
     environment = {
         **os.environ,
+        **gpu_compiler(),
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(COMPILER)]),
-        "PATH": os.pathsep.join([str(COMPILER / "nvidia/cu13/bin"), os.environ["PATH"]]),  # ptxas
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_PLATFORMS": "",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {NO_SPILLS}",
     }
     command = [sys.executable, __file__, str(HERE / f"targets/{target}.pbtxt"), json.dumps(programs)]
