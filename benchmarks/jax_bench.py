@@ -39,6 +39,7 @@ from benchmarks.trace import CALLS, by_kernel, trace_jax
 REFERENCE_ROWS = 2048
 BLOCK_SECONDS = 0.04  # what the host adds to a block, some 0.1 ms, is below half a percent of it
 BALLAST_SLACK = 64 * 2**20
+BALLAST_PART = 2**30
 
 
 class Programs:
@@ -422,7 +423,8 @@ def _measured_peak(run: Callable[[], tuple[Array, ...]], predicted: int) -> tupl
     """Runs once and returns the result with the bytes by which the device's memory peaked above what was in use.
 
     The device reports the highest peak since the process began, so a small program under a large one's peak would not
-    show. An unused array first fills the memory to where `predicted` bytes reach above that peak.
+    show. Unused arrays first fill the memory to where `predicted` bytes reach above that peak. Each has at most
+    `BALLAST_PART` bytes, which gaps between the arrays in use still have room for.
 
     Returns:
         The result, and the bytes; None where the device counts none, or where the peak did not move.
@@ -432,10 +434,12 @@ def _measured_peak(run: Callable[[], tuple[Array, ...]], predicted: int) -> tupl
     if not stats:
         return jax.block_until_ready(run()), None
     missing = stats["peak_bytes_in_use"] - stats["bytes_in_use"] - predicted + BALLAST_SLACK
-    ballast = jnp.zeros(max(missing, 0), jnp.uint8).block_until_ready()
+    parts = [min(BALLAST_PART, missing - start) for start in range(0, missing, BALLAST_PART)]
+    ballast = jax.block_until_ready([jnp.zeros(part, jnp.uint8) for part in parts])
     before = device.memory_stats()
     results = jax.block_until_ready(run())
     after = device.memory_stats()
-    ballast.delete()
+    for array in ballast:
+        array.delete()
     moved = after["peak_bytes_in_use"] > before["peak_bytes_in_use"]
     return results, after["peak_bytes_in_use"] - before["bytes_in_use"] if moved else None
