@@ -280,17 +280,21 @@ def assert_fits(launch: Launch, arch: int) -> None:
         assert MATRIX_UNITS[arch] in compiled.ptx, f"{launch.name} does not use the matrix units"
 
 
+@cache
+def sass_of(launch: Launch, arch: int) -> str:
+    return dump(compile_launch(launch, arch).cubin, "-sass")
+
+
 def assert_overlaps(launch: Launch) -> None:
     """Fails if ptxas cannot follow the accumulator. It then silently waits for each matmul: a fifth of the time."""
-    code = dump(compile_launch(launch, 90).cubin, "-sass")
+    code = sass_of(launch, 90)
     waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", code))
     assert waits == 2, f"{launch.name} waits {waits} times for all matmuls, not once per warpgroup"
 
 
 def assert_pipelined(launch: Launch, arch: int) -> None:
     """Fails where a matmul does not copy its next operands while it multiplies."""
-    code = dump(compile_launch(launch, arch).cubin, "-sass")
-    wrong = missing_overlap(code)
+    wrong = missing_overlap(sass_of(launch, arch))
     assert wrong is None, f"{launch.name} {wrong}"
 
 
@@ -367,7 +371,7 @@ def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -
     chosen = [launch for launch in launches(arch, "train") if launch.kernel.__name__ == "d_weight_kernel"]
     assert sorted(dict(launch.constexprs)["ADDS"] for launch in chosen) == [False, True]
     for launch in chosen:
-        sass = dump(compile_launch(launch, arch).cubin, "-sass")
+        sass = sass_of(launch, arch)
         loop, step = opcodes(innermost_loop(sass, "HMMA")), dict(launch.constexprs)["BLOCK_N"]
         assert (loop["HMMA"], loop["LDSM"], loop["LDGSTS"]) == (2 * step, step // 2, step // 4)
         assert "LDSM.16.M88" not in sass
