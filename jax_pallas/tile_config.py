@@ -5,7 +5,7 @@ These functions determine speed and memory. They change results only by rounding
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -220,6 +220,15 @@ def _schedules(rows: int, hidden: int, classes: int, programs: int) -> list[tupl
     return [(schedule, schedule.bytes) for schedule in sorted(choices, key=lambda schedule: schedule.cost)]
 
 
+def d_input_sizes(rows: int, hidden: int, classes: int, programs: int) -> list[int]:
+    """Returns the bytes of partial tiles that a faster schedule of d_input takes than all with fewer, most first."""
+    found: list[int] = []
+    for _, size in _schedules(rows, hidden, classes, programs):
+        if not found or size < found[-1]:
+            found.append(size)
+    return found
+
+
 def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> int:
     """Returns the bytes that `d_input` takes in addition to its arguments, with `programs` programs and its argument
     `most`."""
@@ -274,7 +283,7 @@ class ScaledExpConfig:
 # call. Then they are compiled once. Two matmuls compute the additional rows; the one of d_weight skips them.
 COMPILED_FRACTION = 50
 
-D_INPUT_FRACTION = 16  # 1/16 of the budget for the partial tiles of d_input: with more of it, chunks get too small
+D_INPUT_FRACTION = 16  # 1/16 of the budget for the partial tiles of d_input where no estimate chooses their size
 
 LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
 
@@ -373,7 +382,7 @@ def choose_scaled_exp(
             part = max(1, waves * programs // row_blocks)
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
 
-    def config(rows: int, cast_bytes: int, first_rows: int = 0) -> ScaledExpConfig:
+    def config(rows: int, cast_bytes: int, first_rows: int = 0, most: int | None = None) -> ScaledExpConfig:
         head_rows, most_rows = head_rows_of(rows, cast_bytes), max(rows, first_rows)
         padded_rows = -(-most_rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
@@ -388,7 +397,7 @@ def choose_scaled_exp(
         copied_rows = most_rows if saves or not holds else first_rows
         stored = -(-rows // 8) * 8 * padded(classes)
         size += itemsize * (stored * in_workspace + copied_rows * hidden)
-        most = max(0, min(budget // D_INPUT_FRACTION, budget - size))
+        most = max(0, min(budget // D_INPUT_FRACTION if most is None else most, budget - size))
         last = (tokens - 1) % rows + 1
         last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
         piece = 0
@@ -399,6 +408,12 @@ def choose_scaled_exp(
             of_d_input += of_d_input + itemsize * rows * head_rows
         size += max(sums, of_d_input)
         return ScaledExpConfig(rows, last_rows, head_rows, most, size, first_rows, min(piece, classes))
+
+    def configs(rows: int, cast_bytes: int, first_rows: int = 0) -> Iterator[ScaledExpConfig]:
+        """Returns chunks of so many rows with all sizes of the partial tiles of d_input that the estimate compares."""
+        compares = hopper and call is not None and call.d_input and not batch_invariant
+        sizes = d_input_sizes(rows, hidden, classes, programs) if compares else [None]
+        return (config(rows, cast_bytes, first_rows, most) for most in sizes)
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not call.d_input:
@@ -432,7 +447,7 @@ def choose_scaled_exp(
         if not others:  # the workspace may hold fewer rows of exponentials, in more pieces
             step = -(-usual.rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
             rows |= {*range(step, usual.rows, step)}
-        made = (config(one, 0, first_rows) for one in rows)
+        made = (found for one in rows for found in configs(one, 0, first_rows))
         least_piece = FIRST_CHUNK_PIECE * -(-first_rows // ROW_BLOCK) * ROW_BLOCK
         fitting = (one for one in made if one.piece >= least_piece and one.bytes <= enough)
         timed = [(ms(one), one) for one in fitting]
@@ -443,7 +458,7 @@ def choose_scaled_exp(
 
     for cast_bytes in [min(CAST_BYTES, budget // 4), 0] if splits_head else [0]:  # first what is fast
         best = chunk_cost.choose_rows(
-            lambda rows, cast_bytes=cast_bytes: (config(rows, cast_bytes),),
+            lambda rows, cast_bytes=cast_bytes: configs(rows, cast_bytes),
             tokens=tokens,
             least_rows=least_rows,
             chunks=1

@@ -268,7 +268,7 @@ def test_named_models_have_whole_tiles(framework: str, gpu: str, mebibytes: int)
         assert made.chunks.bytes <= mebibytes * MIB
         assert choice.ms() <= 1.005 * min(other.ms() for other in choices)
         # Tiles of 256 rows for d_input, which 464 rows leave memory for, are worth the padding on an H100.
-        padded = (framework, gpu, mebibytes, shape) == ("torch", "h100", 256, GEMMA)
+        padded = (gpu, mebibytes, shape) == ("h100", 256, GEMMA)
         assert made.chunks.rows == 464 if padded else made.chunks.rows % 128 == 0
 
 
@@ -325,9 +325,10 @@ def test_scoring_is_not_estimated(framework: str) -> None:
     assert considered(partial(plan, framework, 8192, *LLAMA, 512 * MIB, **options)) == []
 
 
-@pytest.mark.parametrize(("framework", "mean", "most"), [("torch", 29.2, 58), ("jax", 9.5, 14)])
+@pytest.mark.parametrize(("framework", "mean", "most"), [("torch", 29.2, 58), ("jax", 25.6, 51)])
 def test_a_plan_makes_few_estimates(framework: str, mean: float, most: int) -> None:
-    """An estimate takes about 20 us. In PyTorch there are four kinds of tiles of d_input for each row count."""
+    """An estimate takes about 20 us. For each row count there are four kinds of tiles of d_input in PyTorch, and some
+    three sizes of its partial tiles in JAX."""
     usual, counts = chunk_cost.call_ms, []
 
     def counter(*arguments: Any) -> float:
