@@ -1008,15 +1008,8 @@ JAX_FIRST = (
     Mutation("jax_pallas/tile_config.py", "max(0, cdiv(tokens - room, one))", "0", JAX_FIRST_PLANS),
     Mutation("jax_pallas/tile_config.py", "found.piece < FIRST_CHUNK_PIECE * rows", "False", JAX_FIRST_PLANS),
     Mutation("jax_pallas/tile_config.py", "one.bytes <= enough and ", "", JAX_FIRST_PLANS),
-    Mutation("jax_pallas/tile_config.py", "if first >= end:", "if False:", JAX_FIRST_PLANS),
     # A float32 d_weight.
     Mutation("jax_pallas/tile_config.py", "2 * hidden // ROW_BLOCK", "hidden // ROW_BLOCK", JAX_FIRST_SPLIT),
-    Mutation(
-        "jax_pallas/tile_config.py",
-        "first_rows if first_rows == tokens else rows, cast_bytes",
-        "rows, cast_bytes",
-        JAX_FIRST_SPLIT,
-    ),
     Mutation("jax_pallas/hopper_gradients.py", "1 + (self.float32 and self.first is not None)", "1", JAX_OF_PIECES),
     Mutation("jax_pallas/hopper_gradients.py", "pl.ds(wide * d, wide * HALF)", "pl.ds(d, wide * HALF)", JAX_OF_PIECES),
     Mutation("jax_pallas/hopper_gradients.py", "n, others.shape[1])", "n, hidden)", JAX_OF_PIECES),

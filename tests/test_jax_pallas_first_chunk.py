@@ -169,9 +169,9 @@ CALLS = [
     pytest.param(70, 40, 20.0, True, {}, id="all rows"),
     pytest.param(170, 50, 1.0, True, OPTIONS, id="two chunks", marks=pytest.mark.slow),
     pytest.param(125, 40, 1.0, False, {"label_smoothing": 0.1}, id="frozen input", marks=pytest.mark.slow),
-    pytest.param(70, 40, 20.0, True, FLOAT32, id="float32 head"),
-    pytest.param(170, 50, 1.0, True, {**OPTIONS, **FLOAT32}, id="float32 head, two chunks", marks=pytest.mark.slow),
-    pytest.param(125, 40, 1.0, False, FLOAT32, id="float32 head, frozen input", marks=pytest.mark.slow),
+    pytest.param(70, 40, 1.0, True, FLOAT32, id="float32 head"),
+    pytest.param(170, 50, 20.0, True, {"z_loss_weight": 0.1, **FLOAT32}, id="float32 head, two chunks", marks=pytest.mark.slow),
+    pytest.param(125, 40, 1.0, False, {**OPTIONS, **FLOAT32}, id="float32 head, frozen input", marks=pytest.mark.slow),
 ]
 
 
