@@ -7,11 +7,11 @@ classes are in the workspace, (rows, piece). Those of the next `group` classes a
 
 d_input of the chunk is computed first, from all exponentials. Then d_weight is written from the last class to the first
 (`FirstChunk.pieces`), each piece over exponentials that no kernel reads again. A group is no longer than a row of
-d_weight, and hardly shorter than a column of the chunk, so classes need little more rows for their exponentials than for
-their gradients. Those of the classes in the workspace need none.
+d_weight and hardly shorter than a column of the chunk, so classes need few more rows for their exponentials than for
+their gradients. Those in the workspace need none.
 
-A float32 d_weight (V, D) has the memory of (V, 2D) exponentials of 16 bits (`memory_of`, `float32_of`). XLA changes the
-type of an array in place where nothing else reads the array.
+A float32 d_weight (V, D) has the memory of (V, 2D) exponentials of 16 bits: `memory_of`, `float32_of`. XLA copies
+nothing for these.
 """
 
 from typing import Any, NamedTuple

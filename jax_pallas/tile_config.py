@@ -282,6 +282,8 @@ LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
 # with D = 4,096. In less memory the launches of a vocabulary chunk would cost more time than fewer rows do.
 CAST_BYTES = 3 * 2**25
 
+VOCAB_CHUNK_HIDDEN = 1024  # columns of D that the two launches of one take as long as, by an estimate
+
 D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
@@ -391,19 +393,27 @@ def choose_scaled_exp(
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * splits_head)
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
-    def head_rows_of(rows: int, most: int) -> int:
-        """Returns the classes of a vocabulary chunk of at most `most` bytes, or of one tile: on a Hopper whole waves of
-        tiles of logits. The chunks are as equal as possible."""
+    @cache
+    def head_rows_of(rows: int, last_rows: int, most: int) -> int:
+        """Returns the classes of a vocabulary chunk of at most `most` bytes, or of one tile: on a Hopper those with the
+        fewest waves of tiles of logits, in chunks of `rows` rows and the last one. The last vocabulary chunk is as
+        large as the others, and may overlap the one before. So they are as equal as possible."""
         if not splits_head:
             return classes
         part = max(1, min(most // (2 * itemsize * hidden), D_LOGITS_VOCAB_CHUNK) // block_v)
-        row_blocks = cdiv(rows, ROW_BLOCK)
-        if hopper and (waves := part * row_blocks // programs):
-            part = max(1, waves * programs // row_blocks)
+        if hopper:
+            many = cdiv(tokens - last_rows, rows), 1
+            row_blocks = cdiv(rows, ROW_BLOCK), cdiv(last_rows, ROW_BLOCK)
+
+            def time(part: int) -> int:
+                waves = sum(n * cdiv(part * size, programs) for n, size in zip(many, row_blocks, strict=True))
+                return cdiv(blocks, part) * (waves * 2 * hidden + sum(many) * VOCAB_CHUNK_HIDDEN)
+
+            part = min(range(part, 0, -1), key=time)
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
 
     def config(rows: int, cast_bytes: int, first_rows: int = 0) -> ScaledExpConfig:
-        head_rows = head_rows_of(first_rows if first_rows == tokens else rows, cast_bytes)
+        head_rows = head_rows_of(rows, first_rows or (tokens - 1) % rows + 1, cast_bytes)
         most_rows, head_bytes = max(rows, first_rows), 2 * itemsize * hidden * head_rows * splits_head
         padded_rows = -(-most_rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other

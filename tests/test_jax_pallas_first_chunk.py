@@ -134,7 +134,7 @@ def test_d_weight(dtype: Any, hidden: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_d_input(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_programs(monkeypatch, 4)
-    hidden, rounds = (D, ROUNDED) if dtype == jnp.bfloat16 else (192, 2.0**-16)
+    hidden = D if dtype == jnp.bfloat16 else 192
     e, w, held = drawn(N, CLASSES, seed=0), drawn(V, hidden, seed=1).astype(dtype), drawn(N + 30, hidden, seed=2)
     if dtype == jnp.float32:
         w = w + drawn(V, hidden, seed=4).astype(dtype) * 2.0**-9
@@ -170,7 +170,9 @@ CALLS = [
     pytest.param(170, 50, 1.0, True, OPTIONS, id="two chunks", marks=pytest.mark.slow),
     pytest.param(125, 40, 1.0, False, {"label_smoothing": 0.1}, id="frozen input", marks=pytest.mark.slow),
     pytest.param(70, 40, 1.0, True, FLOAT32, id="float32 head"),
-    pytest.param(170, 50, 20.0, True, {"z_loss_weight": 0.1, **FLOAT32}, id="float32 head, two chunks", marks=pytest.mark.slow),
+    pytest.param(
+        170, 50, 20.0, True, {"z_loss_weight": 0.1, **FLOAT32}, id="float32 head, two chunks", marks=pytest.mark.slow
+    ),
     pytest.param(125, 40, 1.0, False, {**OPTIONS, **FLOAT32}, id="float32 head, frozen input", marks=pytest.mark.slow),
 ]
 
