@@ -160,8 +160,8 @@ class DWeightProgram(NamedTuple):
 
     def piece_at(self, d: Any, v: Any) -> Any:
         """Returns the piece of d_weight from a column of D and a class on."""
-        wide = self.kernel.in_pairs
-        place = in_order(pl.ds(self.first_class + v, PIECE), pl.ds(wide * d, wide * HALF), self.kernel.vocab_axis)
+        columns = pl.ds(d, HALF) if self.kernel.in_pairs == 1 else pl.ds(2 * d, 2 * HALF)
+        place = in_order(pl.ds(self.first_class + v, PIECE), columns, self.kernel.vocab_axis)
         return self.d_weight_ref.at[place]
 
 

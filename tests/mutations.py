@@ -1011,7 +1011,7 @@ JAX_FIRST = (
     # A float32 d_weight.
     Mutation("jax_pallas/tile_config.py", "2 * hidden // ROW_BLOCK", "hidden // ROW_BLOCK", JAX_FIRST_SPLIT),
     Mutation("jax_pallas/hopper_gradients.py", "1 + (self.float32 and self.first is not None)", "1", JAX_OF_PIECES),
-    Mutation("jax_pallas/hopper_gradients.py", "pl.ds(wide * d, wide * HALF)", "pl.ds(d, wide * HALF)", JAX_OF_PIECES),
+    Mutation("jax_pallas/hopper_gradients.py", "pl.ds(2 * d, 2 * HALF)", "pl.ds(d, 2 * HALF)", JAX_OF_PIECES),
     Mutation("jax_pallas/hopper_gradients.py", "n, others.shape[1])", "n, hidden)", JAX_OF_PIECES),
     Mutation(
         "jax_pallas/hopper_logits.py",
