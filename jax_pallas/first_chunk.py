@@ -7,8 +7,11 @@ classes are in the workspace, (rows, piece). Those of the next `group` classes a
 
 d_input of the chunk is computed first, from all exponentials. Then d_weight is written from the last class to the first
 (`FirstChunk.pieces`), each piece over exponentials that no kernel reads again. A group is no longer than a row of
-d_weight and no shorter than a column of the chunk, so classes need at most as many rows for their exponentials as for
-their gradients.
+d_weight and hardly shorter than a column of the chunk, so classes need few more rows for their exponentials than for
+their gradients. Those in the workspace need none.
+
+A float32 d_weight (V, D) has the memory of (V, 2D) exponentials of 16 bits: `memory_of`, `float32_of`. XLA copies
+nothing for these.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK, cdiv
+from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK, cdiv, first_chunk_pieces
 
 
 class FirstChunk(NamedTuple):
@@ -33,9 +36,9 @@ class FirstChunk(NamedTuple):
     group: int
 
     @classmethod
-    def of(cls, piece: int, rows: int, hidden: int) -> "FirstChunk":
-        """Returns the layout of a chunk of so many rows where d_weight has so many columns."""
-        return cls(piece, cdiv(rows, ROW_BLOCK) * ROW_BLOCK, hidden // CLASS_BLOCK * CLASS_BLOCK)
+    def of(cls, piece: int, rows: int, columns: int) -> "FirstChunk":
+        """Returns the layout of a chunk of so many rows where the memory of d_weight has so many columns of 16 bits."""
+        return cls(piece, cdiv(rows, ROW_BLOCK) * ROW_BLOCK, columns // CLASS_BLOCK * CLASS_BLOCK)
 
     def place(self, column: Any) -> tuple[Any, Any]:
         """Returns, for a class past the piece, the row of d_weight of the chunk's first row, and the column."""
@@ -44,17 +47,9 @@ class FirstChunk(NamedTuple):
         return number * self.rows, later - number * self.group
 
     def pieces(self, classes: int) -> list[tuple[int, int]]:
-        """Returns the pieces of d_weight, (first class, end), in the order in which they are written.
-
-        A piece starts at the first class block whose rows hold no exponentials of the piece or of classes before it.
-        """
-        found, end = list[tuple[int, int]](), classes
-        while end > 0:
-            groups = cdiv(max(0, end - self.piece), self.group)
-            first = cdiv(groups * self.rows, CLASS_BLOCK) * CLASS_BLOCK
-            assert first < end, "the piece in the workspace is too narrow: FIRST_CHUNK_PIECE"
-            found.append((first, end))
-            end = first
+        """Returns the pieces of d_weight, (first class, end), in the order in which they are written."""
+        found = first_chunk_pieces(*self, classes)
+        assert found is not None, "the piece in the workspace is too narrow"
         return found
 
     def class_sums(self, e: Array, d_weight: Array, rho: Array, classes: int) -> Array:
@@ -64,3 +59,15 @@ class FirstChunk(NamedTuple):
         later = d_weight[: groups * self.rows, : self.group].reshape(groups, self.rows, self.group)[:, :n]
         later = (later.astype(jnp.float32) * rho[:, None]).sum(1)
         return jnp.concatenate([first, later.reshape(-1)])[:classes]
+
+
+def memory_of(d_weight: Array, dtype: Any) -> Array:
+    """Returns the memory of d_weight (V, D) as numbers of 16 bits: (V, D), or (V, 2D) of a float32 d_weight."""
+    if d_weight.dtype == dtype:
+        return d_weight
+    return lax.bitcast_convert_type(d_weight, dtype).reshape(len(d_weight), -1)
+
+
+def float32_of(memory: Array) -> Array:
+    """Returns what `memory_of` a float32 d_weight (V, D) is of."""
+    return lax.bitcast_convert_type(memory.reshape(len(memory), -1, 2), jnp.float32)

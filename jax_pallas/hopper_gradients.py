@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.first_chunk import FirstChunk
+from jax_pallas.first_chunk import FirstChunk, memory_of
 from jax_pallas.hopper_common import (
     BLOCK_V,
     COLUMN,
@@ -83,7 +83,8 @@ class DWeightKernel:
         float32: d_weight is float32, and not of 16 bits.
         has_power: e^T x is multiplied by a number in memory, the power of two of a chunk of float16.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
-        first: some of e is in d_weight. A piece of d_weight is written, and the scalars have its number of tiles.
+        first: some of e is in d_weight. A piece of d_weight is written, and the scalars have its number of tiles. A
+            float32 d_weight (V, D) is an array (V, 2D) of e's dtype, two of which are the bits of one number.
     """
 
     steps: int | None
@@ -103,6 +104,11 @@ class DWeightKernel:
     def one_view(self) -> bool:
         """Whether TMA and registers take the same view of a piece: rows of 256 bytes are tiled for TMA too."""
         return self.interpret or (self.float32 and self.vocab_axis == 0)
+
+    @property
+    def in_pairs(self) -> int:
+        """Columns of d_weight's array for one of D."""
+        return 1 + (self.float32 and self.first is not None)
 
     @property
     def d_blocks(self) -> int:
@@ -154,7 +160,8 @@ class DWeightProgram(NamedTuple):
 
     def piece_at(self, d: Any, v: Any) -> Any:
         """Returns the piece of d_weight from a column of D and a class on."""
-        place = in_order(pl.ds(self.first_class + v, PIECE), pl.ds(d, HALF), self.kernel.vocab_axis)
+        columns = pl.ds(d, HALF) if self.kernel.in_pairs == 1 else pl.ds(2 * d, 2 * HALF)
+        place = in_order(pl.ds(self.first_class + v, PIECE), columns, self.kernel.vocab_axis)
         return self.d_weight_ref.at[place]
 
 
@@ -245,7 +252,12 @@ def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any,
     buffer = buffer.transpose((1, 0)) if own.kernel.vocab_axis == 0 else buffer
     if own.kernel.float32 and own.kernel.vocab_axis == 0:  # only 16-bit registers are transposed as they are stored
         sums = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
-    buffer[...] = sums.astype(own.d_weight_ref.dtype)
+    if own.kernel.in_pairs == 1:
+        buffer[...] = sums.astype(own.d_weight_ref.dtype)
+    elif own.kernel.interpret:
+        moved[own.warpgroup, piece % 2] = memory_of(sums.T, own.d_weight_ref.dtype)
+    else:
+        buffer[...] = sums
     plgpu.commit_smem()
     if own.old is not None and loaded:
         # Only here: the assembler does not wait for a load before an arrival that follows it. The next old piece would
@@ -330,7 +342,7 @@ def d_weight_kernel(kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: A
         d_weight_ref,
         power_ref,
         ring,
-        views(buffers, interpret=kernel.one_view),
+        views(buffers, interpret=kernel.interpret if kernel.in_pairs > 1 else kernel.one_view),
         old,
     )
     load, multiply_tiles = partial(load_d_weight, own, e_ref, x_ref), partial(d_weight_warpgroup, own)
@@ -408,22 +420,34 @@ def write_d_weight(
         e: (n or more, piece), the exponentials of the first `piece` classes. The others are in d_weight, as
             `FirstChunk` says.
         x, start: of `add_d_weight`.
-        d_weight: (V, D) of e's dtype. V is a multiple of 8.
+        d_weight: (V, D) of e's dtype, or (V, 2D): the memory of a float32 d_weight, which is written then. V is a
+            multiple of 8.
         classes: K. Classes past K get zeros.
         rows: n.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
-    (vocab, hidden), steps = d_weight.shape, cdiv(rows, STEP)
-    first = FirstChunk.of(e.shape[1], rows, hidden)
+    (vocab, columns), hidden, steps = d_weight.shape, x.shape[1], cdiv(rows, STEP)
+    first = FirstChunk.of(e.shape[1], rows, columns)
     kernel = DWeightKernel(
-        steps, hidden, vocab, classes, vocab_axis=0, adds=False, loaded=0, has_first_class=True, float32=False,
-        has_power=False, interpret=interpret, first=first,
+        steps, hidden, vocab, classes, vocab_axis=0, adds=False, loaded=0, has_first_class=True,
+        float32=columns != hidden, has_power=False, interpret=interpret, first=first,
     )  # fmt: skip
     for start_class, end in first.pieces(classes):
         tiles = kernel.d_blocks * cdiv((vocab if end == classes else end) - start_class, BLOCK_V)
         scalars = jnp.concatenate([pauses(steps), jnp.array([start, start_class, tiles], jnp.int32)])
         d_weight = _run_d_weight(scalars, e, x, None, d_weight, kernel=kernel)
     return d_weight
+
+
+def _d_weight_buffers(kernel: DWeightKernel, dtype: Any, memory_dtype: Any) -> Any:
+    """Returns the shared memory of `DWeightProgram.buffers`, of d_weight's dtype."""
+    if kernel.in_pairs == 1:
+        return two_views((2, 2, *kernel.piece_shape), dtype, interpret=kernel.one_view)
+    rows, columns = kernel.piece_shape
+    pairs = plgpu.SMEM((2, 2, rows, 2 * columns), memory_dtype, transforms=transforms(2 * columns))
+    # The same bytes: rows of 256, in two swizzled tiles of 128.
+    numbers = plgpu.SMEM((2, 2, rows, columns), dtype, transforms=transforms(columns, jnp.dtype(dtype).itemsize))
+    return pairs if kernel.interpret else plgpu.RefUnion(pairs, numbers)
 
 
 @partial(jax.jit, static_argnames="kernel")  # equal kernels are lowered once
@@ -435,7 +459,7 @@ def _run_d_weight(
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=kernel.interpret),
         plgpu.SMEM((STAGES, STEP, BLOCK_V), e.dtype, transforms=transforms(STEP)),
-        two_views((2, 2, *kernel.piece_shape), dtype, interpret=kernel.one_view),
+        _d_weight_buffers(kernel, dtype, e.dtype),
         *ring_barriers(3),
     ]
     if kernel.loaded:
@@ -725,8 +749,8 @@ def store_d_input(
         classes: K.
         vocab_axis: of w.
         low: (n, D) of e's dtype, which is added to the rows of `held` where w is float32.
-        others: (V, D) of e's dtype, the memory of d_weight with the exponentials that e (n or more, piece) has not, as
-            `FirstChunk` says; or None.
+        others: (V, D or 2D) of e's dtype, the memory of d_weight with the exponentials that e (n or more, piece) has
+            not, as `FirstChunk` says; or None.
         most: bytes that partial tiles may take: `d_input_scratch`.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         schedule: how programs divide the tiles, if not as `choose_schedule` says.
@@ -735,7 +759,7 @@ def store_d_input(
     if others is None and e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     n, hidden = len(rho), held.shape[1]
-    first = None if others is None else FirstChunk.of(e.shape[1], n, hidden)
+    first = None if others is None else FirstChunk.of(e.shape[1], n, others.shape[1])
     sizes = n, hidden, classes, most, programs()
     schedule = schedule or choose_schedule(*sizes, batch_invariant=batch_invariant)
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0

@@ -290,7 +290,8 @@ class HeadPart(NamedTuple):
     Args:
         first_block: () int32, the first of them.
         first_class: () int32, the row of w that has its first class; where `vocab_axis` is 1 a multiple of 64.
-        into: the results of the kernel of `exponentials` for the whole head, by name. Those of the part are written.
+        into: the results of the kernel of `exponentials` for the whole head, by name, among them `others` if it is not
+            None. Those of the part are written.
     """
 
     first_block: Array
@@ -329,8 +330,8 @@ def exponentials(
         target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned.
         places: of `places_of` for these rows.
         start: a number of rows, or such a scalar on the device.
-        others: d_weight (V, D) of x's dtype, whose place the exponentials past the first `piece` classes take, as
-            `FirstChunk` says; or None.
+        others: d_weight (V, D) of x's dtype, or the memory (V, 2D) of one in float32, whose place the exponentials past
+            the first `piece` classes take, as `FirstChunk` says; or None.
         rows, classes, vocab_axis, logit_scale, softcap: static arguments.
         stores: whether the exponentials are stored.
         statistics: of `linear_ce.statistics`, which are computed.
@@ -346,7 +347,7 @@ def exponentials(
     return to_exponentials(found)
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics", "blocks"))
+@partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics", "blocks", "piece"))
 def exponentials_of_part(
     x: Array,
     w: Array,
@@ -365,6 +366,7 @@ def exponentials_of_part(
     softcap: float | None,
     stores: bool,
     statistics: int,
+    piece: int = 0,
     interpret: bool = False,
 ) -> dict[str, Array]:
     """Writes the results of `exponentials` for some class blocks of a split head, in place, and returns all results.
@@ -374,20 +376,25 @@ def exponentials_of_part(
         w: (v, 2D), or (2D, v) where `vocab_axis` is 1: both halves of rows of the head, among them those of the part.
         part: which class blocks, and where the results are: first `nothing_yet`.
         classes, blocks: of the whole head, and of the part.
-        bias, ref_exponent, target, places, start, rows, vocab_axis, logit_scale, softcap, stores, statistics,
+        bias, ref_exponent, target, places, start, rows, vocab_axis, logit_scale, softcap, stores, statistics, piece,
             interpret: of `exponentials`, for the whole head.
     """
     tiles = Tiles(rows, 2 * x.shape[1], classes, vocab_axis, blocks)
     switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
     offsets = start, part.first_class, 0, part.first_block
-    values = bias, ref_exponent, target, places
-    return _exponentials(tiles, switches, x, w, *values, offsets, part.into, None, interpret=interpret)
+    values, others = (bias, ref_exponent, target, places), part.into.get("others")
+    first = None if others is None else FirstChunk.of(piece, rows, others.shape[1])
+    return _exponentials(tiles, switches, x, w, *values, offsets, part.into, first, interpret=interpret)
 
 
-def nothing_yet(rows: int, classes: int, *, stores: bool, statistics: int) -> dict[str, Array]:
-    """Returns memory for the results of `exponentials_of_part`."""
-    types = exponentials_types(Tiles(rows, 0, classes, 0), jnp.bfloat16, stores=stores, statistics=statistics)
-    return {name: lax.empty(made.shape, made.dtype) for name, made in types.items()}
+def nothing_yet(
+    rows: int, classes: int, others: Array | None = None, *, stores: bool, statistics: int, piece: int = 0
+) -> dict[str, Array]:
+    """Returns memory for the results of `exponentials_of_part`; others, piece: of `exponentials`."""
+    options = {"stores": stores, "statistics": statistics, "piece": piece}
+    types = exponentials_types(Tiles(rows, 0, classes, 0), jnp.bfloat16, **options)
+    memory = {name: lax.empty(made.shape, made.dtype) for name, made in types.items()}
+    return memory if others is None else {**memory, "others": others}
 
 
 def _exponentials(

@@ -302,17 +302,16 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 return 0  # no partial tiles
             if multiplies:
                 size = tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
-                # Of a split head also the targets' rows, and their low halves.
-                return size + key.splits_head * rows * hidden * (w.itemsize + x.itemsize)
+                return size + key.splits_head * rows * hidden * x.itemsize  # the low halves of the targets' rows
             return 4 * rows * hidden  # of XLA's GEMM
 
-        # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes. A float32 d_weight
-        # would have to be read as 16 bits. TMA reads tiles of 8 rows.
+        # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes. TMA reads tiles of 8
+        # rows.
         room = 0
         writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
-        by_class = key.vocab_axis == 0 and vocab % 8 == 0 and not key.splits_head
+        by_class = key.vocab_axis == 0 and vocab % 8 == 0
         if multiplies and writes and by_class and x.dtype == "bfloat16":
-            room = tile_config.first_chunk_room(hidden)
+            room = tile_config.first_chunk_room(hidden, w.itemsize)
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
@@ -330,6 +329,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 cast_bytes=key.splits_head * (COPIES - hopper) * key.classes * hidden * (w.itemsize + 2 * x.itemsize),
                 gpu=key.device.gpu,
                 coefficients=COEFFICIENTS[key.device.gpu, "jax"],
+                d_weight_itemsize=4 if multiplies and key.splits_head else 2,
+                parts=1 + key.splits_head,
             )
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import float16, kernels, row_kernels, saved_kernels, target_grad, tile_config
-from jax_pallas.first_chunk import FirstChunk
+from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, halves, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics, first_of_largest
@@ -323,8 +323,8 @@ def _chunk(
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
     size, in_d_weight = config.kernel_rows(chunk.size), None  # what holds some of the exponentials
     if first and config.first_rows:
-        in_d_weight = carry.d_weight
-        assert in_d_weight is not None
+        assert carry.d_weight is not None
+        in_d_weight = memory_of(carry.d_weight, problem.input.dtype)
     if carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
         x, start = chunk.of(carry.held), 0
     elif carry.held is not None:
@@ -506,20 +506,21 @@ def _store_exponentials(
         in_chunk = lax.dynamic_index_in_dim(places.places, places.index, keepdims=False)
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
         arrays = *arrays, in_chunk, place[row_kernels.FIRST_OF_X]
+        if in_d_weight is not None:
+            options["piece"] = plan_of(problem).scaled_exp_config.piece
         if problem.spec.splits_head:
-            found = _exponentials_of_split_head(problem, arrays, options)
-        elif in_d_weight is not None:
-            piece = plan_of(problem).scaled_exp_config.piece
-            found = hopper_logits.exponentials(*arrays, in_d_weight, **options, piece=piece)
+            found = _exponentials_of_split_head(problem, arrays, in_d_weight, options)
         else:
-            found = hopper_logits.exponentials(*arrays, **options)
+            found = hopper_logits.exponentials(*arrays, in_d_weight, **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
     total = joined.total if plan_of(problem).batch_invariant else None
     rows, found, repaired = kernels.repair(problem, x, rows, place, size, found, total, statistics)
     return rows, found, joined, repaired
 
 
-def _exponentials_of_split_head(problem: Problem, arrays: tuple[Any, ...], options: dict[str, Any]) -> Exponentials:
+def _exponentials_of_split_head(
+    problem: Problem, arrays: tuple[Any, ...], in_d_weight: Array | None, options: dict[str, Any]
+) -> Exponentials:
     """Returns `hopper_logits.exponentials` of these arguments for a head that is split, one part at a time.
 
     If the last part would end past the last class block, it starts earlier. It then writes the same numbers again.
@@ -539,8 +540,8 @@ def _exponentials_of_split_head(problem: Problem, arrays: tuple[Any, ...], optio
         both = problem.weight_of(Slice(start, size, None))
         return hopper_logits.exponentials_of_part(x, both, *others, of_part, blocks=part_blocks, **options), None
 
-    kinds = {name: options[name] for name in ("rows", "classes", "stores", "statistics")}
-    found, _ = over_slices(body, hopper_logits.nothing_yet(**kinds), blocks, part_blocks)
+    kinds = {name: options[name] for name in ("rows", "classes", "stores", "statistics", "piece") if name in options}
+    found, _ = over_slices(body, hopper_logits.nothing_yet(others=in_d_weight, **kinds), blocks, part_blocks)
     return hopper_logits.to_exponentials(found)
 
 
@@ -573,7 +574,7 @@ def _add_gradients(
 
 def _first_gradients(problem: Problem, carry: Carry, chunk: Slice, e: Array, x: Array, rho: Array) -> Carry:
     """Returns the gradients of a first chunk with exponentials in the memory of d_weight, but for the targets' terms.
-    d_weight is written last."""
+    d_weight is written last. In the carry it is that memory: `memory_of`."""
     from jax_pallas import hopper_gradients
 
     rows, held, d_weight, d_bias = carry
@@ -588,6 +589,8 @@ def _first_gradients(problem: Problem, carry: Carry, chunk: Slice, e: Array, x: 
         held = _store_d_input(problem, rows, chunk, e, held, rho, d_weight)
     d_weight, held, d_bias = lax.optimization_barrier((d_weight, held, d_bias))
     d_weight = hopper_gradients.write_d_weight(e, x, 0, d_weight, classes=problem.classes, rows=chunk.size)
+    if problem.spec.splits_head:
+        d_weight = float32_of(d_weight)
     return Carry(rows, held, d_weight, d_bias)
 
 

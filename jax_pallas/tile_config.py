@@ -291,6 +291,8 @@ LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
 # with D = 4,096. In less memory the launches of a vocabulary chunk would cost more time than fewer rows do.
 CAST_BYTES = 3 * 2**25
 
+VOCAB_CHUNK_HIDDEN = 1024  # columns of D that the two launches of one take as long as, by an estimate
+
 D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
@@ -301,10 +303,39 @@ FIRST_CHUNK_TRIES = 6  # sizes of its piece that are estimated
 
 FIRST_CHUNK_PIECE = 4  # times its rows, to whole row blocks: the fewest classes of its piece. Others are little shorter
 
+# Pieces of a float32 d_weight at most. Its chunks are larger, and would need more memory for so wide a piece. Each is a
+# launch, whose last wave leaves programs idle.
+FIRST_CHUNK_PIECES = 24
 
-def first_chunk_room(hidden: int) -> int:
-    """Returns the most rows of a first chunk with exponentials in the memory of d_weight: `first_chunk.py`."""
+
+def first_chunk_room(hidden: int, itemsize: int) -> int:
+    """Returns the most rows of a first chunk with exponentials in the memory of d_weight: `first_chunk.py`.
+
+    Args:
+        hidden: D.
+        itemsize: of d_weight. In two bytes a group of classes is no shorter than a column. The groups of a float32
+            d_weight may be, because such chunks are more often all rows of a call.
+    """
+    if itemsize == 4:
+        return 2 * hidden // ROW_BLOCK * ROW_BLOCK
     return hidden // CLASS_BLOCK * CLASS_BLOCK // ROW_BLOCK * ROW_BLOCK
+
+
+def first_chunk_pieces(piece: int, rows: int, group: int, classes: int) -> list[tuple[int, int]] | None:
+    """Returns the pieces of d_weight of a `FirstChunk`, (first class, end), in the order in which they are written.
+
+    A piece starts at the first class block whose rows hold no exponentials of the piece or of classes before it. None:
+    there is no such block, because the piece in the workspace is too narrow.
+    """
+    found, end = list[tuple[int, int]](), classes
+    while end > 0:
+        groups = cdiv(max(0, end - piece), group)
+        first = cdiv(groups * rows, CLASS_BLOCK) * CLASS_BLOCK
+        if first >= end:
+            return None
+        found.append((first, end))
+        end = first
+    return found
 
 
 def choose_scaled_exp(
@@ -371,19 +402,28 @@ def choose_scaled_exp(
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * splits_head)
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
-    def head_rows_of(rows: int, most: int) -> int:
-        """Returns the classes of a vocabulary chunk of at most `most` bytes, or of one tile: on a Hopper whole waves of
-        tiles of logits. The chunks are as equal as possible."""
+    @cache
+    def head_rows_of(rows: int, last_rows: int, most: int) -> int:
+        """Returns the classes of a vocabulary chunk of at most `most` bytes, or of one tile: on a Hopper those with the
+        fewest waves of tiles of logits, in chunks of `rows` rows and the last one. The last vocabulary chunk is as
+        large as the others, and may overlap the one before. So they are as equal as possible."""
         if not splits_head:
             return classes
         part = max(1, min(most // (2 * itemsize * hidden), D_LOGITS_VOCAB_CHUNK) // block_v)
-        row_blocks = cdiv(rows, ROW_BLOCK)
-        if hopper and (waves := part * row_blocks // programs):
-            part = max(1, waves * programs // row_blocks)
+        if hopper:
+            many = cdiv(tokens - last_rows, rows), 1
+            row_blocks = cdiv(rows, ROW_BLOCK), cdiv(last_rows, ROW_BLOCK)
+
+            def time(part: int) -> int:
+                waves = sum(n * cdiv(part * size, programs) for n, size in zip(many, row_blocks, strict=True))
+                return cdiv(blocks, part) * (waves * 2 * hidden + sum(many) * VOCAB_CHUNK_HIDDEN)
+
+            part = min(range(part, 0, -1), key=time)
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
 
     def config(rows: int, cast_bytes: int, first_rows: int = 0, most: int | None = None) -> ScaledExpConfig:
-        head_rows, most_rows = head_rows_of(rows, cast_bytes), max(rows, first_rows)
+        head_rows = head_rows_of(rows, first_rows or (tokens - 1) % rows + 1, cast_bytes)
+        most_rows, head_bytes = max(rows, first_rows), 2 * itemsize * hidden * head_rows * splits_head
         padded_rows = -(-most_rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
         # statistics are read when these are there.
@@ -392,7 +432,11 @@ def choose_scaled_exp(
         chunks = cdiv(tokens, rows)
         at_once = chunks if chunks <= CALL_PLACES and not first_rows else 1
         places = 4 * blocks * 2 * cdiv(most_rows, ROW_BLOCK) * at_once * hopper
-        size = fixed + places + second_d_weight * (chunks == 2) + 2 * itemsize * hidden * head_rows * splits_head
+        size = fixed + places + second_d_weight * (chunks == 2)
+        if hopper:  # whose d_input reads the head itself
+            sums += head_bytes
+        else:
+            size += head_bytes
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
         copied_rows = most_rows if saves or not holds else first_rows
         stored = -(-rows // 8) * 8 * padded(classes)
@@ -415,6 +459,17 @@ def choose_scaled_exp(
         sizes = d_input_sizes(rows, hidden, classes, programs) if compares else [None]
         return (config(rows, cast_bytes, first_rows, most) for most in sizes)
 
+    def pieces_of(found: ScaledExpConfig) -> list[tuple[int, int]] | None:
+        """Returns the pieces of d_weight of a first chunk; None if there is none, or its piece is too narrow."""
+        if not found.piece:
+            return None
+        rows = cdiv(found.first_rows, ROW_BLOCK) * ROW_BLOCK
+        if not splits_head and found.piece < FIRST_CHUNK_PIECE * rows:
+            return None
+        columns = hidden * (1 + splits_head)
+        pieces = first_chunk_pieces(found.piece, rows, columns // CLASS_BLOCK * CLASS_BLOCK, classes)
+        return None if pieces is None or (splits_head and len(pieces) > FIRST_CHUNK_PIECES) else pieces
+
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not call.d_input:
             return None
@@ -430,26 +485,27 @@ def choose_scaled_exp(
     def ms(found: ScaledExpConfig) -> float:
         assert call is not None
         last_rows = tokens - found.last_start(tokens)
+        pieces, piece = pieces_of(found), 0
+        if pieces is not None:  # others than the one in the workspace have fewer classes
+            piece = cdiv(classes, len(pieces)) if splits_head else found.piece
         chunk, last = (
             chunk_cost.Chunk(rows, kernel_rows, d_input_of(kernel_rows, found), piece)
-            for rows, kernel_rows, piece in ((found.rows, found.rows, 0), (last_rows, found.last_rows, found.piece))
+            for rows, kernel_rows, piece in ((found.rows, found.rows, 0), (last_rows, found.last_rows, piece))
         )
         return chunk_cost.call_ms(call, chunk, last)
 
-    def with_first(usual: ScaledExpConfig) -> ScaledExpConfig | None:
+    def with_first(usual: ScaledExpConfig, cast_bytes: int) -> ScaledExpConfig | None:
         """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as
         d_weight has room for beside the usual chunks."""
-        others = max(0, -(-(tokens - room) // usual.rows))
-        first_rows = tokens - others * usual.rows
-        if first_rows <= usual.rows:
-            return None
         rows = {usual.rows}
-        if not others:  # the workspace may hold fewer rows of exponentials, in more pieces
+        if tokens <= room or splits_head:  # the workspace may hold fewer rows of exponentials, in more pieces
             step = -(-usual.rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
             rows |= {*range(step, usual.rows, step)}
-        made = (found for one in rows for found in configs(one, 0, first_rows))
-        least_piece = FIRST_CHUNK_PIECE * -(-first_rows // ROW_BLOCK) * ROW_BLOCK
-        fitting = (one for one in made if one.piece >= least_piece and one.bytes <= enough)
+        sizes = ((one, tokens - max(0, cdiv(tokens - room, one)) * one) for one in rows)
+        made = (
+            found for one, first_rows in sizes if first_rows > one for found in configs(one, cast_bytes, first_rows)
+        )
+        fitting = (one for one in made if one.bytes <= enough and pieces_of(one) is not None)
         timed = [(ms(one), one) for one in fitting]
         least = min((time for time, _ in timed), default=math.inf)
         if least >= (1 - FIRST_CHUNK_GAIN) * ms(usual):
@@ -471,7 +527,7 @@ def choose_scaled_exp(
         )
         if best is not None:
             has_first = room > 0 and call is not None and best.rows < tokens
-            return (with_first(best) if has_first else None) or best
+            return (with_first(best, cast_bytes) if has_first else None) or best
     raise BudgetTooSmallError(config(least_rows, 0).bytes, tokens, classes, budget)
 
 

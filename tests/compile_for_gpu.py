@@ -139,7 +139,8 @@ def main() -> None:
         executable = compiled(mesh, **program)
         seconds = time.perf_counter() - start
         v, d = program["v"], program["d"]
-        moved = re.findall(rf"= \w+\[(?:{v},{d}|{d},{v})\]\S* (?:transpose|copy)\(.*", executable.as_text())
+        shapes = rf"{v},{d}|{d},{v}|{v},{2 * d}"  # the last: the memory of a float32 head
+        moved = re.findall(rf"= \w+\[(?:{shapes})\]\S* (?:transpose|copy)\(.*", executable.as_text())
         temporaries = executable.memory_analysis().temp_size_in_bytes
         found = {"temporaries": temporaries, "moved": moved, "launches": launches(executable.as_text())}
         print(json.dumps({**program, **found, "seconds": seconds}), flush=True)

@@ -954,14 +954,13 @@ FIRST_CHUNK = (
 JAX_FIRST_CHUNK = tests("jax_pallas_first_chunk", "scaled_exp")
 JAX_OF_PIECES = tests("jax_pallas_first_chunk", "not scaled")
 JAX_FIRST_PLANS = tests("chunk_cost", "first_chunk_of_jax or explain_shows")
+JAX_FIRST_SPLIT = tests("jax_pallas_head_precision", "explain_names")
 JAX_FIRST = (
     Mutation(
         "jax_pallas/first_chunk.py", "number * self.rows, later - number", "number * 64, later - number", JAX_OF_PIECES
     ),
-    Mutation(
-        "jax_pallas/first_chunk.py", "cdiv(groups * self.rows, CLASS_BLOCK)", "cdiv(0, CLASS_BLOCK)", JAX_OF_PIECES
-    ),
-    Mutation("jax_pallas/first_chunk.py", "* self.rows, CLASS_BLOCK)", "* self.rows - 64, CLASS_BLOCK)", JAX_OF_PIECES),
+    Mutation("jax_pallas/tile_config.py", "cdiv(groups * rows, CLASS_BLOCK)", "cdiv(0, CLASS_BLOCK)", JAX_OF_PIECES),
+    Mutation("jax_pallas/tile_config.py", "groups * rows, CLASS", "groups * rows - 64, CLASS", JAX_OF_PIECES),
     Mutation("jax_pallas/first_chunk.py", "[:, :n]", "[:, -n:]", JAX_FIRST_CHUNK),
     Mutation(
         "jax_pallas/hopper_tiles.py",
@@ -1006,9 +1005,20 @@ JAX_FIRST = (
         "chunk, e, held, rho, d_weight * 0)",
         JAX_FIRST_CHUNK,
     ),
-    Mutation("jax_pallas/tile_config.py", "max(0, -(-(tokens - room) // usual.rows))", "0", JAX_FIRST_PLANS),
-    Mutation("jax_pallas/tile_config.py", "one.piece >= least_piece and", "", JAX_FIRST_PLANS),
-    Mutation("jax_pallas/tile_config.py", "least_piece and one.bytes <= enough", "least_piece", JAX_FIRST_PLANS),
+    Mutation("jax_pallas/tile_config.py", "max(0, cdiv(tokens - room, one))", "0", JAX_FIRST_PLANS),
+    Mutation("jax_pallas/tile_config.py", "found.piece < FIRST_CHUNK_PIECE * rows", "False", JAX_FIRST_PLANS),
+    Mutation("jax_pallas/tile_config.py", "one.bytes <= enough and ", "", JAX_FIRST_PLANS),
+    # A float32 d_weight.
+    Mutation("jax_pallas/tile_config.py", "2 * hidden // ROW_BLOCK", "hidden // ROW_BLOCK", JAX_FIRST_SPLIT),
+    Mutation("jax_pallas/hopper_gradients.py", "1 + (self.float32 and self.first is not None)", "1", JAX_OF_PIECES),
+    Mutation("jax_pallas/hopper_gradients.py", "pl.ds(2 * d, 2 * HALF)", "pl.ds(d, 2 * HALF)", JAX_OF_PIECES),
+    Mutation("jax_pallas/hopper_gradients.py", "n, others.shape[1])", "n, hidden)", JAX_OF_PIECES),
+    Mutation(
+        "jax_pallas/hopper_logits.py",
+        "first = None if others is None else FirstChunk.of(piece",
+        "first = None if True else FirstChunk.of(piece",
+        JAX_FIRST_CHUNK,
+    ),
 )
 
 FITS = tests("core_triton_interpreted", "fit_in_float16")

@@ -27,7 +27,7 @@ from jax_pallas.plan import MatrixLayout as JaxLayout
 from jax_pallas.plan import PlanKey as JaxKey
 from jax_pallas.plan import make_plan as make_jax_plan
 from jax_pallas.tile_config import CLASS_BLOCK as JAX_CLASS_BLOCK
-from jax_pallas.tile_config import cdiv, first_chunk_room
+from jax_pallas.tile_config import FIRST_CHUNK_PIECES, cdiv, first_chunk_pieces, first_chunk_room
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import ROW_BLOCK, Call, Chunk, DInput, call_ms, least_ms
 from linear_ce.cost_coefficients import COEFFICIENTS, CostCoefficients
@@ -376,10 +376,14 @@ def test_explain_shows_the_rows(framework: str) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS[:32], ids=lambda head: head.name)
-def test_a_first_chunk_of_jax_fits_where_it_is_stored(head: Head) -> None:
-    room = first_chunk_room(head.d)
+@pytest.mark.parametrize("itemsize", [2, 4])  # 4: a float32 head that is split
+def test_a_first_chunk_of_jax_fits_where_it_is_stored(itemsize: int, head: Head) -> None:
+    room, options, columns = first_chunk_room(head.d, itemsize), {}, head.d * itemsize // 2
+    v = head.v if itemsize == 2 else head.v // 8 * 8
+    if itemsize == 4:
+        options = {"linear_weight": JaxLayout((v, head.d), 4, "float32"), "splits_head": True}
     for n, mebibytes, gpu in product((300, 2048, 8192), (64, 256, 512), ("h100", "h200")):
-        made = plan("jax", n, head.d, head.v, mebibytes * MIB, gpu=gpu).chunks
+        made = plan("jax", n, head.d, v, mebibytes * MIB, gpu=gpu, **options).chunks
         start, first_rows = made.last_start(n), made.first_rows
         assert start % made.rows == 0
         assert n - start == (first_rows or (n - 1) % made.rows + 1)
@@ -388,8 +392,12 @@ def test_a_first_chunk_of_jax_fits_where_it_is_stored(head: Head) -> None:
             assert made.last_rows == first_rows
             assert made.piece % JAX_CLASS_BLOCK == 0
             # The first piece, in the workspace, is wide enough for the others.
-            assert 4 * cdiv(first_rows, ROW_BLOCK) * ROW_BLOCK <= made.piece
-            assert first_rows * made.piece <= made.rows * padded(head.v)
+            rows = cdiv(first_rows, ROW_BLOCK) * ROW_BLOCK
+            if itemsize == 2:
+                assert 4 * rows <= made.piece
+            group = columns // JAX_CLASS_BLOCK * JAX_CLASS_BLOCK
+            assert 0 < len(first_chunk_pieces(made.piece, rows, group, v) or ()) <= FIRST_CHUNK_PIECES
+            assert first_rows * made.piece <= made.rows * padded(v)
             assert made.bytes <= mebibytes * MIB
 
 

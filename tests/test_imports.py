@@ -174,7 +174,7 @@ ONE_FRAMEWORK_ONLY = {
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
     },
     # PyTorch sees the memory of d_weight as rows of a piece of the classes. XLA would copy it, so JAX has columns.
-    "first_chunk.py": {"StoredExponentials", "FirstChunk"},
+    "first_chunk.py": {"StoredExponentials", "FirstChunk", "memory_of", "float32_of"},
     "recompute.py": {"tma_compatible"},  # JAX arrays have no strides
     "row_math.py": {"nll_and_lse", "power_of_two", "first_of_largest"},  # XLA finishes the rows of scaled exponentials
     "saved_kernels.py": {  # XLA fuses what they do
@@ -204,7 +204,7 @@ ONE_FRAMEWORK_ONLY = {
         *("TritonTile", "triton_tile", "unaligned"),  # a separate backend from the Hopper kernels
         *("schedule_of", "d_input_scratch"),  # the rows of a tile are chosen too
         "cdiv",  # in PyTorch, launch.py defines it
-        "first_chunk_room",  # in PyTorch a row of d_weight has room for as many rows
+        *("first_chunk_room", "first_chunk_pieces"),  # in PyTorch a row of d_weight has room for as many rows
     },
 }
 SHARED = sorted(path.name for path in (ROOT / "core_triton").glob("*.py") if (ROOT / "jax_pallas" / path.name).exists())

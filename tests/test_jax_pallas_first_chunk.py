@@ -3,6 +3,7 @@ on the CPU, and tests where they are."""
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +12,10 @@ from jax import Array
 from jax_problem import planned
 from reductions import additions_in_l2  # noqa: F401
 from test_jax_pallas_hopper_gradients import ROUNDED, close, float64, use_programs
-from test_jax_pallas_scaled_exp import OPTIONS, by_xla, in_float32, interpret, over_chunks, problem
+from test_jax_pallas_scaled_exp import OPTIONS, by_xla, in_float32, interpret, over_chunks, over_slices, problem
 
 from jax_pallas import chunked, hopper_common, hopper_logits, scaled_exp
-from jax_pallas.first_chunk import FirstChunk
+from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.hopper_gradients import store_d_input, write_d_weight
 from jax_pallas.plan import ExecutionPlan
 from jax_pallas.problem import NeedsGrad, plan_of
@@ -24,6 +25,7 @@ from jax_pallas.tile_config import (
     ROW_BLOCK,
     ScaledExpConfig,
     cdiv,
+    first_chunk_pieces,
     first_chunk_room,
     schedule_of,
 )
@@ -31,16 +33,20 @@ from jax_pallas.tile_config import (
 N, D, V, CLASSES, PIECE = 150, 384, 1000, 780, 384  # rows of two row blocks, and three pieces of d_weight
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("hidden", [192, 320, 896, 2304, 4096])
-def test_no_exponential_is_replaced_before_it_was_read(hidden: int) -> None:
-    room = first_chunk_room(hidden)
+def test_no_exponential_is_replaced_before_it_was_read(hidden: int, itemsize: int) -> None:
+    room, columns = first_chunk_room(hidden, itemsize), hidden * itemsize // 2
     for rows, classes, blocks in product((1, room // 2, room), (room * 6, 50257, 151936), (0, 1, 7)):
         least = FIRST_CHUNK_PIECE * cdiv(rows, ROW_BLOCK) * ROW_BLOCK
         piece = (cdiv(least, CLASS_BLOCK) + blocks) * CLASS_BLOCK
+        if itemsize == 4:  # a piece may be as narrow as leaves any classes to write
+            piece = next(p for p in range(CLASS_BLOCK, classes, CLASS_BLOCK) if pieces_of(p, rows, columns, classes))
+            piece += blocks * CLASS_BLOCK
         if piece >= classes:
             continue
-        first, written = FirstChunk.of(piece, rows, hidden), classes
-        assert first.rows <= first.group <= hidden
+        first, written = FirstChunk.of(piece, rows, columns), classes
+        assert max(first.rows if itemsize == 2 else 0, CLASS_BLOCK) <= first.group <= columns
         starts = np.arange(piece, classes, CLASS_BLOCK)
         number, column = np.divmod(starts - piece, first.group)
         assert (column + CLASS_BLOCK <= first.group).all()
@@ -52,12 +58,33 @@ def test_no_exponential_is_replaced_before_it_was_read(hidden: int) -> None:
             assert ((number[needed] + 1) * first.rows <= start).all()
             written = start
         assert written == 0
-        assert len(first.pieces(classes)) <= 2 + classes // (piece - first.rows - CLASS_BLOCK)
+        if itemsize == 2:
+            assert len(first.pieces(classes)) <= 2 + classes // (piece - first.rows - CLASS_BLOCK)
+
+
+def pieces_of(piece: int, rows: int, columns: int, classes: int) -> list[tuple[int, int]] | None:
+    return first_chunk_pieces(*FirstChunk.of(piece, rows, columns), classes)
+
+
+def test_a_piece_that_is_too_narrow_has_no_pieces_of_d_weight() -> None:
+    assert pieces_of(8192, 8192, 8192, 128256) is None
+    assert pieces_of(17856, 8192, 8192, 128256) is not None
+
+
+def test_the_memory_of_a_float32_d_weight_is_seen_as_pairs() -> None:
+    numbers = jnp.asarray(np.random.default_rng(0).standard_normal((6, 10)), jnp.float32)
+    memory = memory_of(numbers, jnp.bfloat16)
+    assert memory.shape == (6, 20)
+    assert np.asarray(memory).tobytes() == np.asarray(numbers).tobytes()
+    assert (float32_of(memory) == numbers).all()
+    assert memory_of(memory, jnp.bfloat16) is memory
 
 
 def stored(e: Array, d_weight: Array, piece: int) -> tuple[Array, Array]:
-    """Returns exponentials (n, K) as a first chunk has them: those in the workspace, and d_weight with the others."""
+    """Returns exponentials (n, K) as a first chunk has them: those in the workspace, and d_weight with the others, as
+    `memory_of` it."""
     n, classes = e.shape
+    d_weight = memory_of(d_weight, e.dtype)
     first = FirstChunk.of(piece, n, d_weight.shape[1])
     end = cdiv(classes, CLASS_BLOCK) * CLASS_BLOCK
     padded = np.pad(np.asarray(e, np.float32), ((0, first.rows - n), (0, end - classes)))
@@ -91,21 +118,31 @@ def test_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ((found.others == 7) == (others == 7)).all()
 
 
-def test_d_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "hidden"), [(jnp.bfloat16, D), (jnp.float32, 192)])
+def test_d_weight(dtype: Any, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 d_weight of half as many columns has as much memory."""
     use_programs(monkeypatch, 2)
-    e, x = drawn(N, CLASSES, seed=0), drawn(N + 20, D, seed=1).at[:7].set(jnp.nan)
-    parts = stored(e, jnp.full((V, D), jnp.nan, jnp.bfloat16), PIECE)
+    e, x = drawn(N, CLASSES, seed=0), drawn(N + 20, hidden, seed=1).at[:7].set(jnp.nan)
+    parts = stored(e, jnp.full((V, hidden), jnp.nan, dtype), PIECE)
     found = write_d_weight(parts[0], x, 7, parts[1], classes=CLASSES, rows=N, interpret=True)
-    close(found[:CLASSES], float64(e).T @ float64(x)[7 : 7 + N])
+    if dtype == jnp.float32:
+        found = float32_of(found)
+    close(found[:CLASSES], float64(e).T @ float64(x)[7 : 7 + N], *[1e-6] * (dtype == jnp.float32))
     assert not found[CLASSES:].any()
 
 
-def test_d_input(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_d_input(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_programs(monkeypatch, 4)
-    e, w, held = drawn(N, CLASSES, seed=0), drawn(V, D, seed=1), drawn(N + 30, D, seed=2)
-    parts = stored(e, jnp.full((V, D), jnp.nan, jnp.bfloat16), PIECE)
+    hidden = D if dtype == jnp.bfloat16 else 192
+    e, w, held = drawn(N, CLASSES, seed=0), drawn(V, hidden, seed=1).astype(dtype), drawn(N + 30, hidden, seed=2)
+    if dtype == jnp.float32:
+        w = w + drawn(V, hidden, seed=4).astype(dtype) * 2.0**-9
+    low = drawn(N, hidden, seed=5) * 2.0**-9 if dtype == jnp.float32 else None
+    parts = stored(e, jnp.full((V, hidden), jnp.nan, dtype), PIECE)
     rho, theta = np.random.default_rng(3).standard_normal((2, N)).astype(np.float32)
-    expected = rho[:, None] * (float64(e) @ float64(w)[:CLASSES]) + theta[:, None] * float64(held)[20 : 20 + N]
+    of_targets = float64(held)[20 : 20 + N] + (0 if low is None else float64(low))
+    expected = rho[:, None] * (float64(e) @ float64(w)[:CLASSES]) + theta[:, None] * of_targets
     found = store_d_input(
         parts[0],
         w.at[CLASSES:].set(jnp.nan),
@@ -115,9 +152,10 @@ def test_d_input(monkeypatch: pytest.MonkeyPatch) -> None:
         jnp.int32(20),
         classes=CLASSES,
         vocab_axis=0,
+        low=low,
         others=parts[1],
         interpret=True,
-        schedule=schedule_of(N, D, CLASSES, 128, True, 4),
+        schedule=schedule_of(N, hidden, CLASSES, 128, True, 4),
     )
     close(found[20 : 20 + N], expected)
     others = np.setdiff1d(np.arange(N + 30), np.arange(20, 20 + N))
@@ -126,29 +164,42 @@ def test_d_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Rows of the call, rows of the other chunks, the logits' scale, whether d_input is computed, options. With a large
 # scale rows are computed again.
+FLOAT32 = {"head_precision": "float32"}
 CALLS = [
     pytest.param(70, 40, 20.0, True, {}, id="all rows"),
     pytest.param(170, 50, 1.0, True, OPTIONS, id="two chunks", marks=pytest.mark.slow),
     pytest.param(125, 40, 1.0, False, {"label_smoothing": 0.1}, id="frozen input", marks=pytest.mark.slow),
+    pytest.param(70, 40, 1.0, True, FLOAT32, id="float32 head"),
+    pytest.param(
+        170, 50, 20.0, True, {"z_loss_weight": 0.1, **FLOAT32}, id="float32 head, two chunks", marks=pytest.mark.slow
+    ),
+    pytest.param(125, 40, 1.0, False, {**OPTIONS, **FLOAT32}, id="float32 head, frozen input", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("n", "rows", "scale", "d_input", "options"), CALLS)
 def test_scaled_exp(
-    n: int, rows: int, scale: float, d_input: bool, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    n: int, rows: int, scale: float, d_input: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A float32 head has half of the columns, and as much memory in a row of d_weight."""
     interpret(monkeypatch)
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
-    needs_grad = NeedsGrad(d_input, True, True)
-    d, piece = 256, 192
+    monkeypatch.setattr(scaled_exp, "over_slices", over_slices)
+    needs_grad, splits_head = NeedsGrad(d_input, True, True), "head_precision" in options
+    d, piece = 128 if splits_head else 256, 192
     ours = problem(n, d, V, CLASSES, 0, {**options, "logit_scale": scale})
-    ours = replace(ours, linear_weight=(ours.linear_weight * 0.5).astype(jnp.bfloat16))
+    w = (ours.linear_weight * 0.5).astype(jnp.bfloat16)
+    if splits_head:
+        w = w + jnp.asarray(np.random.default_rng(1).standard_normal(w.shape), jnp.float32) * 2.0**-9
+    ours = replace(ours, linear_weight=w)
     plan: ExecutionPlan = plan_of(planned(ours, "loss_and_gradients", "mosaic", needs_grad))
     first_rows = n - max(0, cdiv(n - 128, rows)) * rows
-    config = ScaledExpConfig(rows, first_rows, V, 2**20, 0, first_rows, piece)
+    config = ScaledExpConfig(rows, first_rows, 384 if splits_head else V, 2**20, 0, first_rows, piece)
     ours = replace(ours, plan=replace(plan, chunks=config, d_weight_starts=False))
     loss, _, gradients = scaled_exp.scaled_exp(ours, needs_grad, statistics=0)
-    stage = by_xla(in_float32(ours), "loss_and_gradients", needs_grad)
+    exact_problem = in_float32(ours)
+    exact_problem = replace(exact_problem, spec=replace(ours.spec, head_precision=None))
+    stage = by_xla(exact_problem, "loss_and_gradients", needs_grad)
     want, _, exact = chunked.loss_and_gradients(*stage, needs_grad, None, 0)
     np.testing.assert_allclose(loss, want, rtol=2e-5, atol=1e-7)
     pairs = zip(gradients, exact, strict=True)
@@ -157,4 +208,5 @@ def test_scaled_exp(
             assert got is not None
             assert jnp.linalg.norm(got.astype(jnp.float32) - value) <= 4e-3 * jnp.linalg.norm(value)
     assert gradients.d_weight is not None
+    assert gradients.d_weight.dtype == w.dtype
     assert not gradients.d_weight[CLASSES:].any()

@@ -209,6 +209,23 @@ def a_first_chunk_in_the_memory_of_d_weight() -> None:
 
 
 @checked
+def a_first_chunk_in_the_memory_of_a_float32_d_weight() -> None:
+    """All rows, and most of them and another chunk. With a factor they are repaired."""
+    for n, d, mebibytes, factor in ((1400, 768, 32, 1), (1400, 512, 24, 1), (1400, 768, 32, 200)):
+        x, w, y = drawn(n, d, 50264)
+        x, w, y = x * factor, w.astype(jnp.float32) * (1 + 2.0**-10), jnp.where(jnp.arange(n) % 7 == 3, -100, y)
+        options: dict[str, Any] = {"memory_budget": mebibytes * 2**20, "head_precision": "float32"}
+        assert "in the memory of d_weight" in str(explain(x, w, implementation=IMPLEMENTATION, **options))
+        call = loss_and_gradients(**options).lower(x, w, y).compile()
+        assert call.memory_analysis().temp_size_in_bytes <= options["memory_budget"]
+        want, (value, gradients) = exact(x, w, y), call(x, w, y)
+        assert_close(value, want[0], 1e-5)
+        assert_close(gradients, want[1])
+        assert gradients[1].dtype == jnp.float32
+        assert_same(call(x, w, y), (value, gradients))
+
+
+@checked
 def a_split_head_is_near_a_float32_head() -> None:
     for vocab_axis, v, factor in ((0, 5008, 1), (1, 5056, 1), (0, 5008, 100)):  # the last is repaired
         x, w, y = drawn(3000, 1024, v, vocab_axis)

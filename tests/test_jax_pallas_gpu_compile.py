@@ -188,15 +188,27 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "shape", "launches"), [(2048, GEMMA, 24), (4096, PHI, 50)])
+@pytest.mark.parametrize(
+    ("mode", "n", "shape", "launches"),
+    [
+        ("train", 2048, GEMMA, 24),
+        ("train", 4096, PHI, 50),
+        ("split_head", 8192, LLAMA, 140),
+        ("split_head", 8192, GEMMA, 1000),
+    ],
+)
 def test_a_first_chunk_in_the_memory_of_d_weight_copies_nothing(
-    n: int, shape: tuple[int, int], launches: int, tmp_path: Path
+    mode: str, n: int, shape: tuple[int, int], launches: int, tmp_path: Path
 ) -> None:
-    """All rows, or most of them and another chunk."""
-    sizes: Any = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((n, shape[0]), (shape[1], shape[0])))
-    assert "in the memory of d_weight" in str(explain(*sizes, device="h200"))
-    found = compile_all([("train", n, *shape, 0)], "h200", "mosaic", tmp_path)
-    check(found, KERNEL_LIMITS)
+    """All rows, or most of them and other chunks. A second d_weight would not fit the budget."""
+    x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((n, shape[0]), (shape[1], shape[0])))
+    options: dict[str, Any] = {"device": "h200"}
+    if mode == "split_head":
+        w, options = w.update(dtype=jnp.float32), {**options, "head_precision": "float32"}
+    arrays: Any = x, w
+    assert "in the memory of d_weight" in str(explain(*arrays, **options))
+    found = compile_all([(mode, n, *shape, 0)], "h200", "mosaic", tmp_path)
+    check(found, {**KERNEL_LIMITS, "split_head": DEFAULT_MEMORY_BUDGET})
     assert found[0]["launches"] <= launches
     check_kernels(tmp_path, "exponentials", "d_weight", "d_input", "repair_kernel", "finish_rows_kernel")
 

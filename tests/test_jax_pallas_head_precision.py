@@ -112,6 +112,7 @@ def test_explain_names_the_matmuls() -> None:
     explained = str(jax_pallas.explain(*arrays, head_precision="float32", device="h200"))
     assert "path: scaled_exp: the gradients are matmuls of stored exponentials" in explained
     assert "matmuls: logits high, logits low, d_input high, d_input low, d_weight by our kernels" in explained
+    assert "chunks: 1 of 8192 rows, whose exponentials are in the memory of d_weight until" in explained
     explained = str(jax_pallas.explain(*arrays, head_precision="float32", device="a100"))
     assert "path: scaled_exp" in explained
     of_entropy = jax_pallas.explain(*arrays, head_precision="float32", device="h200", with_entropy=True).plan.matmuls
