@@ -282,7 +282,8 @@ def exponentials(
     tile = triton_tile(w.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(rows, statistics)), jnp.float32)
-    stored = jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype) if stores else None
+    e_dtype = x.dtype if statistics & SHIFTS else jnp.bfloat16  # float16 only holds exponentials that are shifted
+    stored = jax.ShapeDtypeStruct((rows, padded(classes)), e_dtype) if stores else None
     of_target = jax.ShapeDtypeStruct((1, rows), jnp.float32)
     bits = MAX, ARGMAX, ENTROPY, LOGIT_SUM, SQUARES, SHIFTS
     top, *others = (by_block if statistics & bit else None for bit in bits)

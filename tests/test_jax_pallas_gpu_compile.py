@@ -221,7 +221,8 @@ def test_float16_of_pallas_triton_compiles_and_fits(
     check(found, {"float16": DEFAULT_MEMORY_BUDGET})
     names = ("exponentials", "statistics", "pick", "repair", "finish_rows", "measure", "align")
     check_kernels(tmp_path, *(f"{name}_kernel" for name in names))
-    check_copies(tmp_path, "exponentials_kernel")
+    if target == "a100":
+        check_copies(tmp_path, "exponentials_kernel")
 
 
 @pytest.mark.slow
