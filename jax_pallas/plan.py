@@ -294,6 +294,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     needs_grad = key.d_input or key.d_weight or key.d_bias
     tile = tile_config.choose_tile(hopper=hopper)
     if scaled_exp:
+        shifts = (1 + hopper) * (fits_float16 and needs_grad)  # numbers
 
         def scratch(rows: int, most: int) -> int:
             if not key.d_input:
@@ -341,7 +342,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=1 if key.stage == "saved_rows" else key.statistics + (1 + hopper) * (fits_float16 and needs_grad),
+            statistics=1 if key.stage == "saved_rows" else key.statistics + shifts,
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,

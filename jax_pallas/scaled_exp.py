@@ -7,8 +7,8 @@ the range are computed again with k from the largest logit. float16 has a smalle
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
 exponentials. Plan A with scaled exponentials is for bfloat16, with label smoothing where its terms are of rank one
-(`smoothing.py`), and on Hopper for float16. The backward pass of plan C runs it too, with the upstream gradients as row
-weights. `row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that
+(`smoothing.py`), and for float16 without it. The backward pass of plan C runs it too, with the upstream gradients as
+row weights. `row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that
 contribute. The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`

@@ -1046,7 +1046,12 @@ FLOAT16 = (
         "jax_pallas/float16.py", "if high_ref is not None else (low_ref,)", "if high_ref is not None else ()", JAX_FITS
     ),
     Mutation("jax_pallas/float16.py", "TRITON_CLASS_BLOCK, TRITON_CLASS_BLOCK)", "TRITON_CLASS_BLOCK, 64)", JAX_FITS),
-    Mutation("jax_pallas/float16.py", "jnp.int32(pieces.block))", "jnp.int32(CLASS_BLOCK))", JAX_FITS),
+    Mutation(
+        "jax_pallas/float16.py",
+        "(column, jnp.int32(pieces.block)), jnp.int32(low",
+        "(column, jnp.int32(CLASS_BLOCK)), jnp.int32(low",
+        JAX_FITS,
+    ),
     Mutation(
         "jax_pallas/kernels.py",
         "exponentials = exponentials * jnp.exp2(-shift)[:, None]",
