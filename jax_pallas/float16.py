@@ -3,13 +3,12 @@
 bfloat16 has the range of float32, so the target's logit is a good enough reference. For float16:
 
     reference exponents from an estimate of lse       `place`: a sample of the classes, and the target
-    exponentials that are too large are shifted       `row_kernels.shift_of`, in the kernel of the exponentials
+    exponentials that are too large are shifted       `row_kernels.shift_of`, in the kernels of the exponentials
     a row with a shift gets one shift for all classes `fit`
     rho x in float16                                  `fit`: one power of two for a chunk, a factor of E^T x
     gradients for an unknown upstream gradient        `fit`: (34)
 
-A row that is shifted is read and written once more. Nothing is multiplied again. Only the Hopper kernels use this file.
-Equations: linear_ce/MATH.md.
+A row that is shifted is read and written once more. Nothing is multiplied again. Equations: linear_ce/MATH.md.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jax_pallas.problem import Problem
+from jax_pallas import kernels
+from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import (
     FINISHED_COLUMNS,
     FIRST_FLAG,
@@ -31,7 +31,7 @@ from jax_pallas.row_kernels import (
 )
 from jax_pallas.row_math import power_of_two
 from jax_pallas.slicing import Slice
-from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK
+from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK, TRITON_CLASS_BLOCK
 from jax_pallas.triton_launch import arange, load, run, store
 
 # Where the estimate of a row's lse is placed. A probability of 2**-26 is a normal float16 number there, and one of
@@ -43,7 +43,20 @@ LARGEST_X = 14
 
 LEAST_POWER, MOST_POWER = -110, 126  # so that the factors are normal float32 numbers
 
-PIECE = 32  # classes that have one shift
+
+class Pieces(NamedTuple):
+    """How the kernels of the exponentials divide classes by shift.
+
+    Args:
+        block: classes of a class block.
+        piece: classes that have one shift.
+    """
+
+    block: int
+    piece: int
+
+
+OF_HOPPER, OF_TRITON = Pieces(CLASS_BLOCK, 32), Pieces(TRITON_CLASS_BLOCK, TRITON_CLASS_BLOCK)
 
 
 def place(problem: Problem, rows: CallRows, chunk: Slice, x: Array, start: Array | int) -> CallRows:
@@ -52,13 +65,15 @@ def place(problem: Problem, rows: CallRows, chunk: Slice, x: Array, start: Array
 
     The sample has the classes of a class block, at equal distances. The logits of its classes are a small matmul.
     """
-    from jax_pallas import hopper_logits
-
-    classes, spec = problem.classes, problem.spec
-    size = min(classes, CLASS_BLOCK)
+    classes, spec, plan = problem.classes, problem.spec, plan_of(problem)
+    of_kernels = kernels
+    if plan.hopper:
+        from jax_pallas import hopper_logits as of_kernels
+    assert plan.tile is not None
+    size = min(classes, plan.tile.block_v)
     sampled, bias = slice(0, classes // size * size, classes // size), problem.linear_bias
     w = problem.linear_weight[sampled] if problem.vocab_axis == 0 else problem.linear_weight[:, sampled].T
-    top, total, *_ = hopper_logits.statistics(
+    top, total, *_ = of_kernels.statistics(
         x,
         w,
         None if bias is None else bias[sampled].astype(jnp.float32),
@@ -107,7 +122,8 @@ def measure_kernel(
     times that power of two and times scale (), and the largest magnitude of that factor times x (N, D), 0 if it is not
     finite.
 
-    low and high (class blocks, rows or more) hold the shifts of the pieces of a class block. One program owns a row.
+    low and high (class blocks, rows or more) hold the shifts of the pieces of a class block; high may be None. One
+    program owns a row.
     """
     row = pl.program_id(0)
     rho, block = rho_ref[row], lax.div(row, jnp.int32(ROW_BLOCK))
@@ -115,7 +131,7 @@ def measure_kernel(
 
     def shift_step(index: Any, most: Array) -> Array:
         block = arange(index * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE)
-        for ref in (low_ref, high_ref):
+        for ref in (low_ref, high_ref) if high_ref is not None else (low_ref,):
             packed = load(ref, block, jnp.zeros_like(block) + row, mask=block < ref.shape[0]).astype(jnp.int32)
             for i in range(IN_A_NUMBER):
                 most = jnp.maximum(most, (packed >> (8 * i)) & 255)
@@ -139,13 +155,13 @@ def measure_kernel(
 
 
 def align_kernel(
-    _options: None, place_ref: Any, factor_ref: Any, shift_ref: Any, low_ref: Any, high_ref: Any, *rest: Any
+    pieces: Pieces, place_ref: Any, factor_ref: Any, shift_ref: Any, low_ref: Any, high_ref: Any, *rest: Any
 ) -> None:
     """Divides a row of e (rows, padded) by powers of two, so that its shift is shift (rows,) float32 for all classes,
     and multiplies its row of x (N, D) by factor (rows,): (49), (50). x may be None.
 
     A row of e without a shift is not read. Rows of x whose factor is 0 become 0. low and high (class blocks, rows) hold
-    the shifts of the pieces of a class block. One program owns a row.
+    the shifts of the pieces of a class block; high may be None. One program owns a row.
     """
     e_ref, x_ref = rest[len(rest) // 2 :]
     row = pl.program_id(0)
@@ -154,10 +170,13 @@ def align_kernel(
     def e_step(index: Any, _: None) -> None:
         column = arange(index * FINISHED_COLUMNS, FINISHED_COLUMNS)
         mask = column < e_ref.shape[1]
-        block = lax.min(lax.div(column, jnp.int32(CLASS_BLOCK)), jnp.int32(low_ref.shape[0] - 1))
-        piece = lax.div(lax.rem(column, jnp.int32(CLASS_BLOCK)), jnp.int32(PIECE))
-        pair = (load(ref, block, jnp.zeros_like(block) + row, mask=mask) for ref in (low_ref, high_ref))
-        packed = jnp.where(piece < IN_A_NUMBER, *pair).astype(jnp.int32)
+        block = lax.min(lax.div(column, jnp.int32(pieces.block)), jnp.int32(low_ref.shape[0] - 1))
+        piece = lax.div(lax.rem(column, jnp.int32(pieces.block)), jnp.int32(pieces.piece))
+        packed = load(low_ref, block, jnp.zeros_like(block) + row, mask=mask)
+        if high_ref is not None:
+            high = load(high_ref, block, jnp.zeros_like(block) + row, mask=mask)
+            packed = jnp.where(piece < IN_A_NUMBER, packed, high)
+        packed = packed.astype(jnp.int32)
         own = (packed >> (8 * lax.rem(piece, jnp.int32(IN_A_NUMBER)))) & 255
         values = load(e_ref, row, column, mask=mask).astype(jnp.float32)
         store(e_ref, row, column, values=values * jnp.exp2(own.astype(jnp.float32) - shift), mask=mask)
@@ -199,7 +218,6 @@ def fit(
         scales_x: x is an operand of d_weight.
     """
     assert found.shifts is not None
-    assert found.shifts_high is not None
     assert rows.theta is not None
     scale = head = jnp.float32(1.0)
     if scales is not None:
@@ -215,7 +233,7 @@ def fit(
     of_x = x if scales_x else None
     e, of_x = run(
         align_kernel,
-        None,
+        OF_TRITON if found.shifts_high is None else OF_HOPPER,
         (*operands, e, of_x),
         (e, of_x),
         (size,),

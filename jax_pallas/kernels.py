@@ -29,12 +29,13 @@ from jax_pallas.row_kernels import (
     leaves_range,
     put_exponentials,
     repaired_ref_exponent,
+    shift_of,
     top_exponent_of,
 )
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
-from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, MAX, SQUARES
+from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, MAX, SHIFTS, SQUARES
 
 GROUP = 8  # neighboring row blocks that share a block of classes
 REPAIR_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large GPU
@@ -175,10 +176,11 @@ class ExponentialsIO(NamedTuple):
     top_ref: Any  # (class blocks, rows)
     target_exp_ref: Any  # (1, rows)
     target_logit_ref: Any  # (1, rows)
-    column_ref: Any  # (class blocks, rows), as the next three
+    column_ref: Any  # (class blocks, rows), as the next four
     exp_log_ref: Any
     logit_sum_ref: Any
     square_ref: Any
+    shift_ref: Any = None  # the exponents of `shift_of`, by which the exponentials in e are divided
     others_ref: Any = None  # of `Exponentials`
 
 
@@ -207,9 +209,14 @@ def store_exponentials(
     if io.exp_log_ref is not None:  # first, or registers would spill
         terms = jnp.where(exponentials == 0, 0.0, exponentials * (part.logits - reference[:, None]))
         store(io.exp_log_ref, *part.by_block, values=terms.sum(1), mask=part.inside)
-    store(io.sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
+    total = exponentials.sum(1)
+    store(io.sum_ref, *part.by_block, values=total, mask=part.inside)
     if io.square_ref is not None:
         store(io.square_ref, *part.by_block, values=lax.square(exponentials).sum(1), mask=part.inside)
+    if io.shift_ref is not None:
+        shift = shift_of(total)
+        store(io.shift_ref, *part.by_block, values=shift, mask=part.inside)
+        exponentials = exponentials * jnp.exp2(-shift)[:, None]
     if io.e_ref is not None:
         store_e(matmul, part, exponentials, io.e_ref, io.others_ref)
 
@@ -275,9 +282,10 @@ def exponentials(
     tile = triton_tile(w.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(rows, statistics)), jnp.float32)
-    stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
+    e_dtype = x.dtype if statistics & SHIFTS else jnp.bfloat16  # float16 only holds exponentials that are shifted
+    stored = jax.ShapeDtypeStruct((rows, padded(classes)), e_dtype) if stores else None
     of_target = jax.ShapeDtypeStruct((1, rows), jnp.float32)
-    bits = MAX, ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
+    bits = MAX, ARGMAX, ENTROPY, LOGIT_SUM, SQUARES, SHIFTS
     top, *others = (by_block if statistics & bit else None for bit in bits)
     results = stored, by_block, top, of_target, of_target, *others
     return Exponentials(
@@ -330,7 +338,7 @@ def repair_kernel(
             of_targets = target_exp_ref, target_logit_ref
             all_rows = e_ref if total_ref is None else None
             statistics = None, exp_log_ref, None, square_ref
-            io = ExponentialsIO(target_ref, all_rows, sum_ref, None, *of_targets, *statistics, others_ref)
+            io = ExponentialsIO(target_ref, all_rows, sum_ref, None, *of_targets, *statistics, others_ref=others_ref)
             store_exponentials(matmul, part, ref_exponent, io, first_row)
 
         if total_ref is None or e_ref is None:

@@ -275,7 +275,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         stores = multiplies or (not hopper and takes_head and vocab == key.classes == tile_config.padded(vocab))
     # The Hopper kernel reads the rows of x for each half of the head, in steps.
     takes_head &= not (hopper and key.splits_head) or hidden % tile_config.STEP == 0
-    fits_float16 = x.dtype == "float16" and multiplies and not key.label_smoothing and key.stage != "losses"
+    fits_float16 = x.dtype == "float16" and stores and not key.label_smoothing and key.stage != "losses"
     multiplies &= x.dtype == "bfloat16" or fits_float16
     scaled_exp = (
         takes_head
@@ -294,6 +294,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     needs_grad = key.d_input or key.d_weight or key.d_bias
     tile = tile_config.choose_tile(hopper=hopper)
     if scaled_exp:
+        shifts = (1 + hopper) * (fits_float16 and needs_grad)  # numbers
 
         def scratch(rows: int, most: int) -> int:
             if not key.d_input:
@@ -342,13 +343,14 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=1 if key.stage == "saved_rows" else key.statistics + 2 * (fits_float16 and needs_grad),
+            statistics=1 if key.stage == "saved_rows" else key.statistics + shifts,
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
             splits_head=key.splits_head,
             programs=key.device.multiprocessors or 1,
-            second_d_weight=0 if multiplies or not key.d_weight else w.itemsize * hidden * vocab,
+            second_d_weight=0 if multiplies or fits_float16 or not key.d_weight else w.itemsize * hidden * vocab,
+            scales_d_weight=fits_float16 and key.d_weight and not multiplies,
             # Numbers of the rows, and the sample of the head with its bias.
             copied=fits_float16 * (40 * tokens + tile_config.CLASS_BLOCK * (2 * x.itemsize * hidden + 8)),
             batch_invariant=key.batch_invariant,

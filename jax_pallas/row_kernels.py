@@ -62,7 +62,8 @@ class Exponentials(NamedTuple):
         columns, exp_logs, logit_sums, squares: the column of the largest logit in its class block, the lowest of
             equals, and the sums of exponentials times their logarithms, of logits and of squared exponentials, as
             `tops`.
-        shifts, shifts_high: of the first and the last three pieces of a class block, as `tops`: `shift_of`.
+        shifts, shifts_high: of the first and the last three pieces of a class block, as `tops`: `shift_of`. The Triton
+            kernels have one piece, and shifts_high is None.
         others: the memory of d_weight with the exponentials that e has not, as `FirstChunk` says; None: e has all.
     """
 

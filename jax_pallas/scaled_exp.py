@@ -7,8 +7,8 @@ the range are computed again with k from the largest logit. float16 has a smalle
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
 exponentials. Plan A with scaled exponentials is for bfloat16, with label smoothing where its terms are of rank one
-(`smoothing.py`), and on Hopper for float16. The backward pass of plan C runs it too, with the upstream gradients as row
-weights. `row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that
+(`smoothing.py`), and for float16 without it. The backward pass of plan C runs it too, with the upstream gradients as
+row weights. `row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that
 contribute. The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`
@@ -564,6 +564,9 @@ def _add_gradients(
         d_bias = d_bias + of_rows.sum(0)
     if d_weight is not None:
         d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first)
+        if power is not None and not plan_of(problem).d_weight_kernel:
+            # XLA would compute the matmul of d_input before, so that the sums of both are in memory at the same time.
+            d_weight, e = lax.optimization_barrier((d_weight, e))
     if held is not None:
         # The rows of d_input, and before them the targets' rows of the head, replace those of x after it was read.
         x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
@@ -626,9 +629,25 @@ def _add_d_weight(
             float32=d_weight.dtype == jnp.float32,
         )
     scaled = Slice(start, chunk.size, None).of(x)
-    pair = (e, scaled) if axis == 0 else (scaled, e)
-    update = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
-    return update if first else d_weight + update
+
+    def matmul(of_e: Array, dtype: Any) -> Array:
+        pair = (of_e, scaled) if axis == 0 else (scaled, of_e)
+        return lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+
+    if power is None:
+        update = matmul(e, d_weight.dtype)
+        return update if first else d_weight + update
+
+    # float16 does not hold the sum before it is multiplied by the power of two. It is in float32, of a few classes.
+    def body(total: Array, part: Slice) -> tuple[Array, None]:
+        update = matmul(part.of(e, 1), jnp.float32) * power
+        if not first:
+            if part.fresh is not None:
+                update = jnp.where(jnp.expand_dims(part.fresh, 1 - axis), update, 0.0)
+            update = update + part.of(total, axis)
+        return part.put(total, update, axis), None
+
+    return over_slices(body, d_weight, d_weight.shape[axis], plan.scaled_exp_config.head_rows)[0]
 
 
 def _store_d_input(

@@ -250,7 +250,8 @@ class ScaledExpConfig:
     Args:
         rows: rows of a chunk.
         last_rows: rows that the kernels compute for the last chunk, which may have fewer.
-        head_rows: rows of the head that a matmul takes at a time: all of them, unless the head is split.
+        head_rows: rows of the head that a matmul takes at a time: all of them, unless the head is split, or d_weight is
+            scaled.
         d_input_bytes: bytes that the partial tiles of d_input may take.
         bytes: bytes of workspace.
         first_rows: rows of the last chunk, which is computed first, if its exponentials are in the memory of d_weight
@@ -283,7 +284,7 @@ class ScaledExpConfig:
 # call. Then they are compiled once. Two matmuls compute the additional rows; the one of d_weight skips them.
 COMPILED_FRACTION = 50
 
-D_INPUT_FRACTION = 16  # 1/16 of the budget for the partial tiles of d_input where no estimate chooses their size
+D_INPUT_FRACTION = 16  # 1/16 of the budget: partial tiles of d_input without an estimate, a part of a scaled d_weight
 
 LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
 
@@ -292,6 +293,8 @@ LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
 CAST_BYTES = 3 * 2**25
 
 VOCAB_CHUNK_HIDDEN = 1024  # columns of D that the two launches of one take as long as, by an estimate
+
+D_WEIGHT_BYTES = 2**25  # of a float32 matmul of d_weight by XLA, times a power of two: float16
 
 D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
@@ -355,6 +358,7 @@ def choose_scaled_exp(
     splits_head: bool = False,
     programs: int = 1,
     second_d_weight: int,
+    scales_d_weight: bool = False,
     copied: int = 0,
     batch_invariant: bool = False,
     room: int = 0,
@@ -382,6 +386,7 @@ def choose_scaled_exp(
         programs: multiprocessors, where `hopper`.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
+        scales_d_weight: d_weight is a float32 matmul of XLA, a few classes at a time, times a power of two.
         copied: bytes of copies and of other numbers of the rows.
         batch_invariant: of `choose_schedule`.
         room: most rows of a first chunk with exponentials in the memory of d_weight: `first_chunk_room`. 0: d_weight
@@ -407,9 +412,11 @@ def choose_scaled_exp(
         """Returns the classes of a vocabulary chunk of at most `most` bytes, or of one tile: on a Hopper those with the
         fewest waves of tiles of logits, in chunks of `rows` rows and the last one. The last vocabulary chunk is as
         large as the others, and may overlap the one before. So they are as equal as possible."""
-        if not splits_head:
+        if not (splits_head or scales_d_weight):
             return classes
         part = max(1, min(most // (2 * itemsize * hidden), D_LOGITS_VOCAB_CHUNK) // block_v)
+        if scales_d_weight:
+            part = max(1, min(budget // D_INPUT_FRACTION, D_WEIGHT_BYTES) // (4 * hidden) // block_v)
         if hopper:
             many = cdiv(tokens - last_rows, rows), 1
             row_blocks = cdiv(rows, ROW_BLOCK), cdiv(last_rows, ROW_BLOCK)
@@ -450,7 +457,10 @@ def choose_scaled_exp(
         of_d_input = max(scratch(size, most) for size in {rows, first_rows or rows})
         if splits_head and of_d_input and not hopper:  # the sum and a term of XLA's GEMM, and columns of exponentials
             of_d_input += of_d_input + itemsize * rows * head_rows
-        size += max(sums, of_d_input)
+        # A part of the sum, the exponentials of its classes, and the rows of the input.
+        parts_of_d_weight = head_rows * (4 * hidden + itemsize * rows) + itemsize * rows * hidden
+        of_d_weight = scales_d_weight * parts_of_d_weight
+        size += max(sums, of_d_input, of_d_weight)
         return ScaledExpConfig(rows, last_rows, head_rows, most, size, first_rows, min(piece, classes))
 
     def configs(rows: int, cast_bytes: int, first_rows: int = 0) -> Iterator[ScaledExpConfig]:

@@ -1023,6 +1023,8 @@ JAX_FIRST = (
 
 FITS = tests("core_triton_interpreted", "fit_in_float16")
 JAX_FITS, JAX_FITS_PLAN = ("tests/test_jax_pallas_float16.py",), tests("jax_pallas_plan", "test_paths")
+JAX_FITS_PARTS = tests("jax_pallas_plan", "float16")
+JAX_FITS_XLA = tests("jax_pallas_recompute", "exponentials-fp16 and not cap")
 FLOAT16 = (
     Mutation("core_triton/kernels.py", "return exponentials * tl.exp2(-shift)[:, None]", "return exponentials", FITS),
     Mutation("core_triton/float16.py", "rho *= power_of_two(shift)", "pass", FITS),
@@ -1044,7 +1046,41 @@ FLOAT16 = (
     Mutation("jax_pallas/float16.py", "jnp.exp2(own.astype(jnp.float32) - shift)", "jnp.exp2(-shift)", JAX_FITS),
     Mutation("jax_pallas/float16.py", "piece < IN_A_NUMBER", "piece <= IN_A_NUMBER", JAX_FITS),
     Mutation("jax_pallas/float16.py", "power_of_two(exponent) * head", "power_of_two(exponent)", JAX_FITS),
-    Mutation("jax_pallas/plan.py", "multiplies and not key.label_smoothing", "multiplies", JAX_FITS_PLAN),
+    Mutation("jax_pallas/plan.py", "stores and not key.label_smoothing", "stores", JAX_FITS_PLAN),
+    Mutation("jax_pallas/plan.py", "fits_float16 and key.d_weight and not multiplies", "False", JAX_FITS_PARTS),
+    Mutation("jax_pallas/plan.py", "0 if multiplies or fits_float16 or", "0 if multiplies or", JAX_FITS_PARTS),
+    Mutation(
+        "jax_pallas/tile_config.py", "max(sums, of_d_input, of_d_weight)", "max(sums, of_d_input)", JAX_FITS_PARTS
+    ),
+    Mutation(
+        "jax_pallas/float16.py", "if high_ref is not None else (low_ref,)", "if high_ref is not None else ()", JAX_FITS
+    ),
+    Mutation("jax_pallas/float16.py", "TRITON_CLASS_BLOCK, TRITON_CLASS_BLOCK)", "TRITON_CLASS_BLOCK, 64)", JAX_FITS),
+    Mutation(
+        "jax_pallas/float16.py",
+        "(column, jnp.int32(pieces.block)), jnp.int32(low",
+        "(column, jnp.int32(CLASS_BLOCK)), jnp.int32(low",
+        JAX_FITS,
+    ),
+    Mutation(
+        "jax_pallas/kernels.py",
+        "exponentials = exponentials * jnp.exp2(-shift)[:, None]",
+        "pass",
+        tests("jax_pallas_kernels", "float16_are_shifted"),
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "matmul(part.of(e, 1), jnp.float32) * power",
+        "matmul(part.of(e, 1), jnp.float32)",
+        JAX_FITS_XLA,
+    ),
+    Mutation("jax_pallas/scaled_exp.py", "update = update + part.of(total, axis)", "pass", JAX_FITS_XLA),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "jnp.where(jnp.expand_dims(part.fresh, 1 - axis), update, 0.0)",
+        "update",
+        JAX_FITS_XLA,
+    ),
 )
 
 BUDGET = ("tests/test_core_triton_budget.py",)

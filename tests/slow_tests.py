@@ -208,6 +208,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         # Another case of this test runs the same plan with other options.
         "test_every_plan_by_triton_kernels[recomputed-smoothing]",
         "test_every_plan_by_triton_kernels[exponentials-cap-dv]",
+        *(
+            f"test_every_plan_by_triton_kernels[exponentials-fp16-{name}]"
+            for name in ("cap", "repaired", "frozen", "sharp", "sharp-none")
+        ),
     ),
     # The remaining case has every option. test_jax_pallas_kernels.py tests the other axis.
     "test_jax_pallas_shards.py": ("test_shards_by_triton_kernels[fp32]", "test_shards_by_triton_kernels[transposed]"),

@@ -10,11 +10,10 @@ from jax_pallas import float16, row_kernels
 from jax_pallas.hopper_common import PIECE, PIECES
 from jax_pallas.row_kernels import CallRows, Exponentials
 from jax_pallas.slicing import Slice
-from jax_pallas.tile_config import CLASS_BLOCK
 
 
 def test_a_class_block_has_two_numbers_of_shifts() -> None:
-    assert (float16.PIECE, PIECES) == (PIECE, 2 * row_kernels.IN_A_NUMBER)
+    assert (float16.OF_HOPPER.piece, PIECES) == (PIECE, 2 * row_kernels.IN_A_NUMBER)
 
 
 @pytest.mark.parametrize(
@@ -24,15 +23,19 @@ def test_shifted_sums_are_below_2_to_the_15(total: float, shift: int) -> None:
     assert row_kernels.shift_of(jnp.float32(total)) == shift
 
 
+@pytest.mark.parametrize("pieces", [float16.OF_HOPPER, float16.OF_TRITON], ids=["mosaic", "pallas_triton"])
 @pytest.mark.parametrize("scales", [None, (64.0, 8.0)])
-def test_fit(scales: Any) -> None:
+def test_fit(scales: Any, pieces: float16.Pieces) -> None:
     """The third row does not contribute. A row that was computed again has no shift."""
     n, d, blocks = 4, 24, 2
     random = np.random.default_rng(0)
-    shifts = random.integers(0, 5, (n, 2 * PIECES)) * np.array([[1], [1], [1], [0]])
-    weights = 256.0 ** np.tile(np.arange(3), 4)
-    packed = (shifts * weights).reshape(n, blocks, 2, 3).sum(3).transpose(2, 1, 0)
-    e = random.random((n, blocks * CLASS_BLOCK)).astype(np.float16)
+    in_a_block = pieces.block // pieces.piece
+    shifts = random.integers(0, 5, (n, blocks * in_a_block)) * np.array([[1], [1], [1], [0]])
+    packed: Any = shifts.T.astype(np.float32), None
+    if in_a_block > 1:
+        weights = 256.0 ** np.tile(np.arange(3), 4)
+        packed = (shifts * weights).reshape(n, blocks, 2, 3).sum(3).transpose(2, 1, 0)
+    e = random.random((n, blocks * pieces.block)).astype(np.float16)
     x = random.standard_normal((n + 2, d)).astype(np.float16)
     rho, theta = np.array([1e-6, 2e-6, 0.0, 3e-9], np.float32), random.standard_normal(n).astype(np.float32)
     flag = jnp.array([1, 1], jnp.int32)
@@ -49,7 +52,7 @@ def test_fit(scales: Any) -> None:
         assert got.x is not None
         first, second = scales or (1.0, 1.0)
         most = np.zeros(n, int) if again else shifts.max(1) * (rho != 0)
-        moved = np.repeat(np.where(most[:, None] > 0, shifts - most[:, None], 0), PIECE, 1)
+        moved = np.repeat(np.where(most[:, None] > 0, shifts - most[:, None], 0), pieces.piece, 1)
         np.testing.assert_array_equal(got.e, (e * 2.0**moved).astype(np.float16))
         np.testing.assert_array_equal(got.rho, rho * 2.0**most * np.float32(first))
         np.testing.assert_array_equal(got.rows.theta, theta * np.float32(first))

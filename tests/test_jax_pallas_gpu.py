@@ -5,6 +5,7 @@ Run with `pytest -m gpu`. As a program, this file runs the checks that its argum
 programs in parallel. `python -m parity` runs every case of the contract. This file runs a part of them.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -239,6 +240,55 @@ def a_split_head_is_near_a_float32_head() -> None:
             assert_close(gradients, want[1])
             assert gradients[1].dtype == jnp.float32
             assert_same(loss_and_gradients(**options)(x, w, y), (value, gradients))
+
+
+def check_float16(implementation: str, deviation: float, vocab_axis: int, budget: int) -> None:
+    """Over chunks and class blocks. With a larger deviation of the logits rows are shifted, or computed again."""
+    x, w, y = drawn(2000, 256, 5056, vocab_axis)
+    x, w = (x * deviation).astype(jnp.float16), w.astype(jnp.float16)
+    plan = explain(x, w, implementation=implementation, vocab_axis=vocab_axis, memory_budget=budget).plan
+    assert plan.fits_float16
+    assert plan.matmuls == ("logits", "d_input", "d_weight")
+
+    def scaled(x: Array, w: Array, name: str, memory_budget: int) -> Array:
+        return 1024 * loss(x, w, y, name, vocab_axis=vocab_axis, memory_budget=memory_budget)
+
+    function = jax.jit(jax.value_and_grad(scaled, (0, 1)), static_argnums=(2, 3))
+    value, gradients = function(x, w, implementation, budget)
+    want = function(x.astype(jnp.float32), w.astype(jnp.float32), "chunked", 2**31)
+    assert_close(value, want[0], 1e-5)
+    assert_close(gradients, want[1], 6e-4)
+    assert_same(function(x, w, implementation, budget), (value, gradients))
+    memory = function.lower(x, w, implementation, budget).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes <= budget
+
+
+CHECKS |= {
+    f"float16 {' '.join(map(str, options))}": partial(check_float16, *options)
+    for name, deviation in itertools.product(launch.NAMES, (1.0, 8.0, 40.0))
+    for options in ((name, deviation, 0, 2**25), (name, deviation, 1, 2**25), (name, deviation, 0, 2**29))
+}
+
+
+@checked
+def float16_token_loss_by_pallas_triton_in_three_chunks() -> None:
+    x, w, y = drawn(900, 128, 1024)
+    x, w, y = x.astype(jnp.float16), w.astype(jnp.float16), y.at[::7].set(-100)
+    factor = jnp.linspace(-1.0, 1.0, 900)
+    shared: dict[str, Any] = {"memory_budget": 2**20, "implementation": "pallas_triton"}
+    plan = explain(x, w, **shared).plan
+    assert plan.fits_float16
+    assert -(-900 // plan.chunks.rows) >= 3
+
+    def mean(x: Array, w: Array, **options: Any) -> Array:
+        return 1024 * linear_token_loss(x, w, y, token_losses.weighted_nll(), factor, **options)
+
+    value, found = jax.jit(jax.value_and_grad(partial(mean, **shared), (0, 1)))(x, w)
+    exact = jax.jit(jax.value_and_grad(partial(mean, implementation="chunked"), (0, 1)))
+    wanted, want = exact(x.astype(jnp.float32), w.astype(jnp.float32))
+    assert_close(value, wanted, 1e-4)
+    assert_close(found, want, 6e-4)
 
 
 @checked

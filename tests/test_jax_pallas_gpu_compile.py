@@ -222,6 +222,21 @@ def test_float16_compiles_and_fits(shape: tuple[int, int], axis: int, tmp_path: 
     check_kernels(tmp_path, *names, *(f"{name}_kernel" for name in ("pick", "repair", "finish_rows", "align")))
 
 
+# Equal chunks, and one chunk.
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["a100", "h200"])
+@pytest.mark.parametrize(("n", "shape", "axis"), [(8192, QWEN, 0), (8320, LLAMA, 1), (512, QWEN, 1)])
+def test_float16_of_pallas_triton_compiles_and_fits(
+    n: int, shape: tuple[int, int], axis: int, target: str, tmp_path: Path
+) -> None:
+    found = compile_all([("float16", n, *shape, axis)], target, "pallas_triton", tmp_path)
+    check(found, {"float16": DEFAULT_MEMORY_BUDGET})
+    names = ("exponentials", "statistics", "pick", "repair", "finish_rows", "measure", "align")
+    check_kernels(tmp_path, *(f"{name}_kernel" for name in names))
+    if target == "a100":
+        check_copies(tmp_path, "exponentials_kernel")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "axis"), [(LLAMA, 0), (LLAMA, 1), ((768, 50257), 0)])  # the last recomputes logits
 def test_grad_into_makes_no_second_float32_head(shape: tuple[int, int], axis: int, tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.jax_ptx import COMPILER
 from benchmarks.jax_ptx import environment as gpu_compiler
-from jax_pallas import kernels, row_kernels, target_grad
+from jax_pallas import float16, kernels, row_kernels, target_grad
 from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
 from jax_pallas.row_kernels import CallRows
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import BY_ROW, ENTROPY, MAX, OF_LOGITS
+from linear_ce.statistics import BY_ROW, ENTROPY, MAX, OF_LOGITS, SHIFTS
 
 HERE = Path(__file__).parent
 
@@ -143,6 +143,30 @@ def test_exponentials(case: Case) -> None:
     assert_close("e", e[:, : case.classes], expected * problem.slope, 2.0**-8)
     error = np.abs(wide(e)[:, : case.classes] - expected * problem.slope)
     assert (error <= 2.0**-8 * expected + 1e-5).all(), "an element of e is not rounded exactly once"
+
+
+@pytest.mark.parametrize("case", [pytest.param(CASES[2], marks=SLOW), Case("float16", **FULL)], ids=str)
+def test_exponentials_of_float16_are_shifted(case: Case) -> None:
+    """The sums, of which there is one for each class block, are from 2**3 to 2**63. One shift serves a class block."""
+    problem = Problem(case)
+    low = problem.ref_exponent - np.linspace(0, 55, ROWS).astype(np.float32).round()
+    options = {**case.static_args, "classes": case.classes, "stores": True, "statistics": SHIFTS}
+    target = jnp.full(ROWS, -1, jnp.int32)
+    found = kernels.exponentials(problem.x, problem.w, problem.bias, jnp.asarray(low), target, START, **options)
+    assert found.e is not None
+    assert found.shifts is not None
+    assert found.shifts_high is None
+    assert found.e.dtype == jnp.float16
+    expected = np.exp2(problem.logits * LOG2_E - low[:, None])
+    sums, shifts = wide(found.sums), wide(found.shifts)
+    assert_close("sums", sums.sum(0), expected.sum(1), FLOAT32)
+    assert shifts.min() == 0
+    assert shifts.max() > 30
+    np.testing.assert_array_equal(shifts, np.clip(np.floor(np.log2(sums)) - 14, 0, 63))
+    of_class = np.repeat(shifts.T, float16.OF_TRITON.block, 1)[:, : case.classes]
+    e = wide(found.e)[:, : case.classes] * 2.0**of_class
+    assert (np.abs(e - expected * problem.slope) <= (2.0**-10 + FLOAT32) * expected + 2.0 ** (of_class - 24)).all()
+    assert not wide(found.e)[:, case.classes :].any()
 
 
 @SLOW
@@ -448,8 +472,10 @@ def compile_one(
     classes, maybe = (array(v), row) if options else (None, None)
     static_args = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
     vocab_chunk = {**static_args, "classes": min(v, 8192)}
-    stores = {**static_args, "classes": v, "stores": function != "sums", "statistics": 31 * options}
-    e, size = array(n, -(-v // 64) * 64, dtype=jnp.bfloat16), 8192 + 2048
+    shifts = SHIFTS * (dtype == "float16" and function == "exponentials")
+    stores = {**static_args, "classes": v, "stores": function != "sums", "statistics": 31 * options | shifts}
+    e_dtype = jnp.float16 if dtype == "float16" else jnp.bfloat16
+    e, size = array(n, -(-v // 64) * 64, dtype=e_dtype), 8192 + 2048
     of_call, targets = array(size), array(size, dtype=jnp.int32)
     flags = array(4 * (1 + -(-n // 128)), dtype=jnp.int32)
     rows = row_kernels.CallRows(

@@ -68,7 +68,10 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"stage": "row_gradients", "implementation": "chunked"}, "chunked", False),
         ({"dtype": "float16"}, "scaled_exp", True),
         ({"dtype": "float16", "label_smoothing": 0.1}, "recompute", False),
-        ({"dtype": "float16", "implementation": "pallas_triton", "device": AMPERE}, "recompute", False),
+        ({"dtype": "float16", "implementation": "pallas_triton", "device": AMPERE}, "scaled_exp", False),
+        ({"dtype": "float16", "implementation": "pallas_triton", "grad_into": True}, "recompute", False),
+        ({"dtype": "float16", "implementation": "pallas_triton", "classes": 151900}, "recompute", False),
+        ({"dtype": "float16", "implementation": "pallas_triton", "stage": "row_gradients"}, "scaled_exp", False),
         ({"head": "float32"}, "recompute", False),
         ({"label_smoothing": 0.1}, "scaled_exp", True),
         ({"label_smoothing": 0.1, "softcap": True}, "recompute", True),
@@ -158,6 +161,32 @@ def test_every_plan_keeps_within_its_budget() -> None:
         assert found.chunks.rows <= n
         if found.path == "scaled_exp" and stage == "loss_and_gradients":
             assert found.chunks.bytes >= 2 * found.chunks.rows * padded(v)
+
+
+@pytest.mark.parametrize(
+    ("budget", "classes"),
+    [
+        (2**29, 8960),  # 17 parts of 2**25 bytes of float32
+        (2**27, 2304),  # 66 parts of a 16th of the budget
+        (2**25, 512),
+    ],
+)
+def test_d_weight_of_float16_by_xla_is_in_float32_a_few_classes_at_a_time(budget: int, classes: int) -> None:
+    shared: dict[str, Any] = {"implementation": "pallas_triton", "device": AMPERE, "memory_budget": budget}
+    found = plan(dtype="float16", **shared).scaled_exp_config
+    assert found.head_rows == classes
+    in_float32, of_e, of_x = 4 * classes * 896, 2 * found.rows * classes, 2 * found.rows * 896
+    assert found.bytes >= 2 * found.rows * 151936 + in_float32 + of_e + of_x
+    # The other matmuls take the whole head, and so does a call without d_weight.
+    assert plan(**shared).scaled_exp_config.head_rows == 151936
+    assert plan(dtype="float16", d_weight=False, **shared).scaled_exp_config.head_rows == 151936
+
+
+def test_two_chunks_of_float16_count_no_second_d_weight() -> None:
+    """XLA adds each part of d_weight in place."""
+    shared: dict[str, Any] = {"implementation": "pallas_triton", "device": AMPERE, "n": 2048, "d": 4096, "v": 128256}
+    assert plan(dtype="float16", **shared).scaled_exp_config.rows == 1024
+    assert plan(**shared).scaled_exp_config.rows < 1024
 
 
 def test_a_smaller_gpu_cuts_fewer_tiles_of_d_input() -> None:

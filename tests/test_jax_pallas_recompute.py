@@ -20,9 +20,10 @@ from jax_pallas.problem import Problem
 from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import choose_recomputed, choose_scaled_exp
 from linear_ce.spec import LossSpec
-from parity.cases import Case, cases
+from parity.cases import FP16_LOSS_SCALE, Case, cases
 
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
+FP16: dict[str, Any] = {"dtype": "float16", "spec": LossSpec("sum"), "loss_scale": FP16_LOSS_SCALE["sum"]}
 SHARED: dict[str, Any] = {"lead": (150,), "hidden": 64, "vocab": 320, "has_bias": True}
 EVERY_DAY = [
     Case(name="exponentials-chunks", tight_memory=True, ignored="some", poison=("ignored_rows",), **SHARED, **BF16),
@@ -40,7 +41,42 @@ EVERY_DAY = [
         **BF16,
     ),
     Case(name="recomputed-smoothing", spec=LossSpec(label_smoothing=0.1, softcap=5.0), **SHARED, **BF16),
-    Case(name="recomputed-fp16", dtype="float16", **SHARED),
+    Case(name="recomputed-fp16", dtype="float16", **{**SHARED, "vocab": 300}),
+    Case(  # most of a row's probability may be outside of the sample of its classes, so that it is shifted
+        name="exponentials-fp16",
+        logit_std=12.0,
+        vocab_axis=1,
+        tight_memory=True,
+        ignored="some",
+        poison=("ignored_rows",),
+        **{**SHARED, "lead": (60,)},
+        **FP16,
+    ),
+    Case(
+        name="exponentials-fp16-cap",
+        logit_std=12.0,
+        tight_memory=True,
+        **{**SHARED, "lead": (60,)},
+        **{**FP16, "spec": LossSpec("sum", softcap=60.0, logit_scale=0.7, z_loss_weight=0.001)},
+    ),
+    Case(
+        name="exponentials-fp16-repaired",
+        dtype="float16",
+        logit_std=60.0,
+        token_weight="mask",
+        loss_scale=FP16_LOSS_SCALE["mean"],
+        **{**SHARED, "lead": (60,)},
+    ),
+    Case(name="exponentials-fp16-frozen", logit_std=3.5, frozen=("linear_weight",), **SHARED, **FP16),
+    Case(name="exponentials-fp16-sharp", logit_std=3.5, target="one_class", upstream="random", **SHARED, **FP16),
+    Case(
+        name="exponentials-fp16-sharp-none",
+        logit_std=3.5,
+        target="one_class",
+        upstream="random",
+        **SHARED,
+        **{**FP16, "spec": LossSpec("none"), "loss_scale": FP16_LOSS_SCALE["none"]},
+    ),
     Case(name="none", spec=LossSpec("none"), **SHARED, **BF16),
 ]
 
