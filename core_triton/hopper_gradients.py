@@ -242,9 +242,13 @@ def d_weight_kernel(
     )
 
 
-def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
-    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x (n, D or more)."""
+def add_d_weight(
+    problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool, in_l2: bool
+) -> None:
+    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x (n, D or more). Without
+    `in_l2` all of a d_weight of 16 bits is added to in registers, so that totals are rounded once."""
     (n, classes), hidden, float32 = e.shape, problem.input.shape[1], d_weight.dtype == torch.float32
+    loaded = 1 - share_added_in_l2(n, plan_of(problem).gpu) if in_l2 else 1
     step, half, block_v = tile_config.D_WEIGHT_STEP, tile_config.D_BLOCK // 2, tile_config.CLASS_BLOCK
     launch(
         d_weight_kernel,
@@ -258,7 +262,7 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
         classes,
         STAGES=tile_config.D_WEIGHT_FLOAT32_STAGES if float32 else tile_config.D_WEIGHT_STAGES,
         ADDS=not first,
-        LOADED=0 if first or float32 else round(4 * (1 - share_added_in_l2(n, plan_of(problem).gpu))),
+        LOADED=0 if first or float32 else round(4 * loaded),
         **({"HAS_POWER": True} if plan_of(problem).fits_float16 else {}),
         num_warps=4,
     )

@@ -362,8 +362,6 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         or (
             # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
             key.stage in ("loss_and_gradients", "saved_rows", "statistics")
-            # d_input and d_weight of float16 have different scales, which the terms of rank one do not.
-            and (x.dtype == "bfloat16" or not key.label_smoothing)
             # Rows of exponentials would be too long for the kernels' int32 offsets.
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )

@@ -642,19 +642,23 @@ def class_sums_kernel(
     ADDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STRIDE_V: tl.constexpr = 1,
 ):
     """Writes, or with ADDS adds, the sum over rows of factor * matrix to each class of sum, (V,) float32: (18), (33).
 
     One program owns BLOCK_V classes. Reads matrix (rows, V) and factor (rows,) float32 once.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    places = columns
+    if STRIDE_V != 1:
+        places = columns.to(tl.int64) * STRIDE_V
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for start in range(0, rows, BLOCK_N):
         row_ids = start + tl.arange(0, BLOCK_N)
         factor = tl.load(factor_ptr + row_ids, mask=row_ids < rows, other=0.0)
         mask = (row_ids < rows)[:, None] & (columns < classes)[None, :]
         mask = mask & (factor != 0)[:, None]
-        source = matrix_ptr + row_ids.to(tl.int64)[:, None] * stride + columns[None, :]
+        source = matrix_ptr + row_ids.to(tl.int64)[:, None] * stride + places[None, :]
         acc += factor[:, None] * tl.load(source, mask=mask, other=0.0).to(tl.float32)
     total = tl.sum(acc, 0)
     if ADDS:
@@ -664,9 +668,10 @@ def class_sums_kernel(
 
 def add_class_sums(total: Tensor, matrix: Tensor, factor: Tensor | At, *, first: bool) -> None:
     """Adds the sums over rows of factor (n,) * matrix (n, v) to `total` (v,) float32, or overwrites it if `first`."""
-    n, classes = matrix.shape
-    arrays = matrix, factor, total, n, classes, matrix.stride(0)
-    launch(class_sums_kernel, (cdiv(classes, 64),), *arrays, ADDS=not first, BLOCK_N=128, BLOCK_V=64, num_warps=4)
+    (n, classes), (stride, stride_v) = matrix.shape, matrix.stride()
+    arrays = matrix, factor, total, n, classes, stride
+    sizes = {"BLOCK_N": 128, "BLOCK_V": 64, **({"STRIDE_V": stride_v} if stride_v != 1 else {})}
+    launch(class_sums_kernel, (cdiv(classes, 64),), *arrays, ADDS=not first, **sizes, num_warps=4)
 
 
 def class_sums(matrix: Tensor, factor: Tensor | None) -> Tensor:

@@ -7,9 +7,9 @@ the range are computed again with k from the largest logit. `ranges.py` counts t
 `float16.py`.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for 16 bits, and in bfloat16 for label smoothing where its terms are of
-rank one (`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The
-steps for each chunk of rows:
+exponentials. Plan A with scaled exponentials is for 16 bits, with label smoothing where its terms are of rank one
+(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The steps for
+each chunk of rows:
 
     rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
     exponentials and their sums                       `_store_exponentials`
@@ -295,7 +295,7 @@ def _run(
     """Runs `scaled_exp`. The exponentials of all rows go to `saved_e` (N, padded K) if that is not None."""
     plan = plan_of(problem)
     config = plan.scaled_exp_config
-    smoothing = Smoothing.of(problem, config.head_rows)
+    smoothing = Smoothing.of(problem, config.head_rows, scales)
     if smoothing is not None:
         problem = smoothing.problem
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
@@ -308,6 +308,8 @@ def _run(
         d_bias.zero_()
     if plan.fits_float16 and any(needs_grad):
         statistics |= SHIFTS
+    if smoothing is not None and d_weight is not None and plan.fits_float16:
+        smoothing.start_head(d_weight)
     rows = pack_rows(problem, statistics=statistics, scales=scales)
     stored = saved_e
     if stored is None and any(needs_grad):
@@ -354,8 +356,6 @@ def _run(
         row_weight = At(rows.row_weight, start)
         if hook is not None:
             row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook, statistics)
-        if smoothing is not None and d_weight is not None:
-            smoothing.add_rows(chunk_x[:, :hidden], row_weight, first=first)
         scaled_x = None if d_weight is None or plan.fits_float16 else chunk_x
         by_row = statistics & BY_ROW != 0
         options = {"row_weight": row_weight, "e": e, "x": scaled_x, "by_row": by_row}
@@ -400,7 +400,7 @@ def _run(
     if tokens and (d_weight is not None or d_bias is not None):
         _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
         if smoothing is not None:
-            smoothing.add_to_head(None if d_weight is None else d_weight.sum, d_bias)
+            smoothing.add_to_head(d_weight, d_bias)
     if smoothing is not None and d_input is not None and tokens:
         smoothing.add_to_input(d_input)
     made_d_weight = None if d_weight is None or d_weight.adds else d_weight.total
@@ -688,8 +688,11 @@ def _add_d_weight(
     """Adds e^T @ x to the vocabulary chunk of d_weight: (33) without the targets' terms. x (n, >= D) is already
     multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
-        module = hopper_gradients if plan_of(problem).hopper else ampere_gradients
-        module.add_d_weight(problem, e, x, active, d_weight.sum[vocab_chunk], first=first and not d_weight.adds)
+        arrays, overwrites = (e, x, active, d_weight.sum[vocab_chunk]), first and not d_weight.started
+        if plan_of(problem).hopper:
+            hopper_gradients.add_d_weight(problem, *arrays, first=overwrites, in_l2=not first)
+        else:
+            ampere_gradients.add_d_weight(problem, *arrays, first=overwrites)
         return
     hidden = problem.input.shape[1]
     rows_of_x, of_e = operand(x[:, :hidden], x.dtype), operand(e, e.dtype).T
