@@ -311,6 +311,9 @@ def _run(
     if smoothing is not None and d_weight is not None and plan.fits_float16:
         smoothing.start_head(d_weight)
     rows = pack_rows(problem, statistics=statistics, scales=scales)
+    smooth = None  # where d_input gets the terms of label smoothing before it is rounded
+    if smoothing is not None and d_input is not None and plan.fits_float16:
+        smooth = smoothing.of_input(rows.row_weight)
     stored = saved_e
     if stored is None and any(needs_grad):
         stored = x.new_empty((config.rows, tile_config.padded(classes)))
@@ -385,14 +388,14 @@ def _run(
                 of_piece = e.of(vocab_chunk)
                 row_kernels.add_class_sums(d_bias[vocab_chunk], of_piece, At(rows.rho, start), first=first)
         if d_input is not None and in_pieces:
-            _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
+            _store_d_input(problem, config, rows, chunk, e, scratch, d_input, smooth)
         if d_weight is not None:
             active = Active(count, start, int(first))
             for vocab_chunk in reversed(e.pieces(classes)):
                 of_piece = e.of(vocab_chunk)
                 _add_d_weight(problem, of_piece, chunk_x, scratch, active, d_weight, vocab_chunk, first=first)
         if d_input is not None and not in_pieces:
-            _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
+            _store_d_input(problem, config, rows, chunk, e, scratch, d_input, smooth)
         del e
     del stored, held, scratch
     if rows.float16 is not None and tokens and any(needs_grad):
@@ -401,7 +404,7 @@ def _run(
         _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
         if smoothing is not None:
             smoothing.add_to_head(d_weight, d_bias)
-    if smoothing is not None and d_input is not None and tokens:
+    if smoothing is not None and d_input is not None and smooth is None and tokens:
         smoothing.add_to_input(d_input)
     made_d_weight = None if d_weight is None or d_weight.adds else d_weight.total
     if made_d_weight is not None and not tokens:
@@ -717,14 +720,19 @@ def _store_d_input(
     stored: StoredExponentials,
     scratch: Tensor,
     d_input: Tensor,
+    smooth: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Writes the rows of d_input of a chunk: (32)."""
+    """Writes the rows of d_input of a chunk: (32). Adds the terms `smooth` of `Smoothing.of_input`."""
     plan, e = plan_of(problem), stored.first
+
+    def smooth_from(start: int) -> tuple[At, Tensor] | None:
+        return None if smooth is None else (At(smooth[0], start), smooth[1])
+
     if plan.d_input_tiling is not None:
         if plan.hopper:
-            made = hopper_gradients.d_input_launch(problem, config, e, stored.others)
+            made = hopper_gradients.d_input_launch(problem, config, e, stored.others, smooth=smooth is not None)
         else:
-            made = ampere_gradients.d_input_launch(problem, config, e)
+            made = ampere_gradients.d_input_launch(problem, config, e, smooth=smooth is not None)
         input_grad.store_d_input(
             made,
             problem,
@@ -737,6 +745,7 @@ def _store_d_input(
             target=At(rows.target, chunk.start),
             order=At(rows.order, chunk.start),
             d_input=d_input,
+            smooth=smooth_from(chunk.start),
         )
         return
     hidden = d_input.shape[1]
@@ -762,6 +771,7 @@ def _store_d_input(
             row_weight=At(rows.row_weight, start),
             order=At(rows.order, start),
             d_input=d_input,
+            smooth=smooth_from(start),
         )
 
 

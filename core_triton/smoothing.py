@@ -4,15 +4,16 @@ Without a softcap the logits are linear in the input and in the head, and so is 
 whose class weights are u: MATH.md (37), (38). Its gradients are a vector for each factor:
 
     loss_i    += eps g_i (mean(w) z_target - m_i)              `add_to_rows`, which also adds the target's term to theta
-    d_input_i -= eps g_i s mean_v(w_v weight_v)                `add_to_input`
+    d_input_i -= eps g_i s mean_v(w_v weight_v)                `add_to_input`, or `of_input`
     d_weight_v -= eps s w_v / K sum_i(g_i input_i)             `add_to_head`, or `start_head`
 
 m_i is the mean over the classes of w times the logits of row i, which takes one dot product, with the mean row of the
 head. So smoothing takes no fourth matmul.
 
-Gradients of float16 may be multiplied by powers of two (MATH.md section 16), and so are these terms. In float16 d_weight
-begins with them. So they are rounded by themselves, which costs less than rounding d_weight once more: they are small
-beside most of it. In bfloat16 the memory of d_weight may hold exponentials until the first chunk is added.
+Gradients of float16 may be multiplied by powers of two (MATH.md section 16), and so are these terms. In float16 they cost
+no rounding of the gradients: those of d_input are added before its only rounding, and d_weight begins with its own,
+which are small beside most of it. In bfloat16 they are added at the end, because the memory of d_weight may hold
+exponentials until the first chunk is added.
 """
 
 from dataclasses import dataclass, replace
@@ -111,12 +112,16 @@ class Smoothing:
             num_warps=4,
         )
 
-    def add_to_input(self, d_input: Tensor) -> None:
-        """Adds the terms of all rows to d_input (N, D)."""
-        row_weight = self.problem.row_weight
+    def of_input(self, row_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the terms of d_input for packed rows of these row weights (N,): a factor (N,) of each row, and what
+        it is a factor of, (D,)."""
         if self.scales is not None:
             row_weight = row_weight * self.scales[0]  # the largest is then between 1 and 2
-        _add_outer(d_input, row_weight, self.mean_row, self._factor())
+        return row_weight * self._factor(), self.mean_row
+
+    def add_to_input(self, d_input: Tensor) -> None:
+        """Adds the terms of all rows to d_input (N, D)."""
+        _add_outer(d_input, self.problem.row_weight, self.mean_row, self._factor())
 
     def start_head(self, d_weight: ClassSum) -> None:
         """Writes the terms of all classes to d_weight, or adds them if it has begun."""

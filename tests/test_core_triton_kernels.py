@@ -585,6 +585,7 @@ def calls_of(shape: str) -> tuple[Call, ...]:
         Call("train", shape, torch.float32),
         Call("train", shape, head=torch.float32),
         Call("train", shape, smoothing=0.1, class_weight=True),
+        Call("train", shape, torch.float16, smoothing=0.1, class_weight=True),
         Call("entropy", shape),
         Call("rows", shape),
         Call("rows", shape, needs_grad=(True, False)),
