@@ -163,8 +163,8 @@ SHARP_FACTORS: dict[str, tuple[Any, ...]] = {
     # least likely classes are below float16's range. Range would decide their error, not rounding.
     "dtype_and_std": (("bfloat16", 8.0), ("bfloat16", 3.5), ("float32", 8.0), ("float32", 3.5), ("float16", 3.5)),
     "reduction": ("mean", "sum", "none"),
-    **{name: LOSS_FACTORS[name] for name in ("shape", "label_smoothing", "padded", "has_bias", "token_weight")},
-    **{name: LOSS_FACTORS[name] for name in ("vocab_axis", "tight_memory", "upstream", "with_stats")},
+    **{name: LOSS_FACTORS[name] for name in ("shape", "padded", "has_bias", "token_weight", "vocab_axis")},
+    **{name: LOSS_FACTORS[name] for name in ("tight_memory", "upstream", "with_stats")},
 }
 
 LOG_PROBS_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -270,9 +270,11 @@ def stratum_table(stratum: int) -> tuple[dict[str, tuple[Any, ...]], list[dict[s
 def sharp_cases() -> tuple[Case, ...]:
     """Returns the cases of sharp logits: pairwise over `SHARP_FACTORS`."""
     found = []
-    for row in pairwise(SHARP_FACTORS, seed=40):  # few rows, and two of float16 with terms of rank one
+    for row in pairwise(SHARP_FACTORS):
         options = dict(row)
         (dtype, std), reduction = options.pop("dtype_and_std"), options.pop("reduction")
+        if (dtype, reduction) == ("float16", "none"):  # elsewhere it would hide errors of the softmax part
+            options["label_smoothing"] = 0.1
         case = _case("loss", dtype, reduction, options)
         found.append(replace(case, name=f"sharp{std:g}-{case.name}", logit_std=std, target="one_class"))
     return tuple(found)

@@ -467,6 +467,7 @@ SPILLS = {
         "HAS_SOFTCAP)": 72
     },
     (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
+    (80, "smoothing-fp16"): {"ampere_gradients.smooth_d_input_kernel(; W_BY_CLASS)": 8},
     (80, "stats-transposed"): {"ampere_logits.exponentials_kernel(; STORES,HAS_SOFTCAP,STATISTICS=1)": 32},
     # All statistics of token losses together.
     (90, "token-stats"): {
