@@ -181,9 +181,7 @@ def smooth_d_input_kernel(
     )  # fmt: skip
 
 
-def d_input_launch(
-    problem: Problem, config: ScaledExpConfig, e: Tensor, *, smooth: bool = False
-) -> DInputLaunch:
+def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, *, smooth: bool = False) -> DInputLaunch:
     """Returns what `input_grad.store_d_input` launches."""
     plan = plan_of(problem)
     tile = plan.ampere_tile

@@ -10,9 +10,9 @@ whose class weights are u: MATH.md (37), (38). Its gradients are a vector for ea
 m_i is the mean over the classes of w times the logits of row i, which takes one dot product, with the mean row of the
 head. So smoothing takes no fourth matmul.
 
-Gradients of float16 may be multiplied by powers of two (MATH.md section 16), and so are these terms. In float16 they cost
-no rounding of the gradients: those of d_input are added before its only rounding, and d_weight begins with its own,
-which are small beside most of it. In bfloat16 they are added at the end, because the memory of d_weight may hold
+Gradients of float16 may be multiplied by powers of two (MATH.md section 16), and so are these terms. In float16 they
+cost no rounding of the gradients: those of d_input are added before its only rounding, and d_weight begins with its
+own, which are small beside most of it. In bfloat16 they are added at the end, because the memory of d_weight may hold
 exponentials until the first chunk is added.
 """
 
@@ -218,7 +218,7 @@ def smooth_rows_kernel(
 @triton.jit
 def add_outer_kernel(
     matrix_ptr, row_factor_ptr, row_ptr, rows, hidden, stride, factor, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    WRITES: tl.constexpr = False,
+    WRITES: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
 ):  # fmt: skip
     """Adds factor * row_factor_i * row_j to matrix (rows, D), rounded once, or with WRITES writes it. row_factor
     (rows,) and row (D,) are float32. row_factor may be None, which is 1. Without WRITES rows of factor 0 stay as they
@@ -239,9 +239,7 @@ def add_outer_kernel(
     tl.store(place, total.to(matrix_ptr.dtype.element_ty), mask=mask)
 
 
-def _add_outer(
-    matrix: Tensor, row_factor: Tensor | None, row: Tensor, factor: float, *, writes: bool = False
-) -> None:
+def _add_outer(matrix: Tensor, row_factor: Tensor | None, row: Tensor, factor: float, *, writes: bool = False) -> None:
     """Launches `add_outer_kernel` on a matrix whose rows are contiguous."""
     rows, hidden = matrix.shape
     block = min(256, column_block(hidden))

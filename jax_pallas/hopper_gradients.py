@@ -611,8 +611,10 @@ def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
 
 
 def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
-    """Writes rho * sums + theta * held, and the terms of label smoothing, of (64, rows) sums of columns of D and rows of
-    the chunk from d and row on."""
+    """Writes rho * sums + theta * held, of (64, rows) sums of columns of D and rows of the chunk from d and row on.
+
+    The terms of label smoothing are added, if any.
+    """
     warpgroup, rows = lax.axis_index("warpgroup"), sums.shape[1]
     moved, buffer = (view.at[warpgroup] for view in (io.moved, io.buffers))
     place = io.held_ref.at[pl.ds(io.start + row, rows), pl.ds(d, HALF)]
@@ -772,7 +774,7 @@ def store_d_input(
     if splits_head:
         scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=HEAD_STAGES) for _ in range(2)]
         scratch += [plgpu.SMEM((2, 2, HALF, STEP), e.dtype, transforms=transforms(STEP))] * interpret
-    rows_held = [ref]
+    rows_held: list[Any] = [ref]
     if smooth is not None:  # 0 in rows that are not in the chunk
         rows_held += [jnp.pad(smooth[0], (0, after)), jnp.pad(smooth[1], (0, -hidden % D_BLOCK))]
     if low is not None:

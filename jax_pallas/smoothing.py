@@ -10,9 +10,9 @@ whose class weights are u: MATH.md (37), (38). Its gradients are a vector for ea
 m_i is the mean over the classes of w times the logits of row i, which takes one dot product, with the mean row of the
 head. So smoothing takes no fourth matmul.
 
-Gradients of float16 may be multiplied by powers of two (MATH.md section 16), and so are these terms. In float16 they cost
-no rounding of the gradients: those of d_input are added before its only rounding, and d_weight begins with its own,
-which are small beside most of it. In bfloat16 they are added at the end, because the memory of d_weight may hold
+Gradients of float16 may be multiplied by powers of two (MATH.md section 16), and so are these terms. In float16 they
+cost no rounding of the gradients: those of d_input are added before its only rounding, and d_weight begins with its
+own, which are small beside most of it. In bfloat16 they are added at the end, because the memory of d_weight may hold
 exponentials until the first chunk is added.
 """
 

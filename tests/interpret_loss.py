@@ -304,8 +304,8 @@ def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
 
 
 def run_float16() -> None:
-    """Runs cases of float16 whose exponentials leave its range, in one chunk and in several, and counts these rows. Runs
-    label smoothing with fewer gradients, and with class weights below the range."""
+    """Runs cases of float16 whose exponentials leave its range, in one chunk and in several, and counts these rows.
+    Runs label smoothing with fewer gradients, and with class weights below the range."""
     scale, smooth = FP16_LOSS_SCALE["sum"], LossSpec("sum", label_smoothing=0.2)
     for case in (
         # The targets are in class blocks of a tile whose other classes have most of the probability.
@@ -330,7 +330,7 @@ def run_float16() -> None:
     for case in (
         Case(name="smooth-frozen_input", **half, frozen=("input",), has_bias=True, tight_memory=True),
         Case(name="smooth-frozen_weight", **half, frozen=("linear_weight",), has_bias=True),
-        Case(name="smooth-into", **half | {"loss_scale": 1.0}, grad_into=True, has_bias=True, vocab_axis=1),
+        Case(name="smooth-into", **{**half, "loss_scale": 1.0}, grad_into=True, has_bias=True, vocab_axis=1),
     ):
         print_budget_used(case, make_arrays(case))
     made, weight = problem(40, 24, 300, dtype=torch.float16), torch.linspace(0.5, 2.0, 300)

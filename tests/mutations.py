@@ -1047,7 +1047,9 @@ FLOAT16 = (
     Mutation("jax_pallas/smoothing.py", "row_weight * self.scales[0]", "row_weight", JAX_FITS),
     Mutation("jax_pallas/smoothing.py", "scales = scales[0], jnp.float32(1.0)", "pass", JAX_FITS),
     Mutation("jax_pallas/smoothing.py", "else grad_into + terms", "else terms", JAX_FITS),
-    Mutation("jax_pallas/plan.py", "not (fits_float16 and key.label_smoothing)", "True", tests("jax_pallas_plan", "starts")),
+    Mutation(
+        "jax_pallas/plan.py", "not (fits_float16 and key.label_smoothing)", "True", tests("jax_pallas_plan", "starts")
+    ),
     Mutation(
         "jax_pallas/hopper_gradients.py",
         "if io.smooth is not None:",

@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jax_problem import planned
 
 from jax_pallas import float16, row_kernels
@@ -92,11 +91,12 @@ def test_the_terms_of_label_smoothing_have_the_scales_of_the_gradients(axis: int
     np.testing.assert_allclose(mean_row, of_class @ w[:classes].astype(np.float64), rtol=1e-4, atol=1e-6)
     d_weight = smoothing.start_head(None)
     assert d_weight.dtype == jnp.float16
-    np.testing.assert_allclose(np.moveaxis(d_weight, axis, 0), wanted, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(jnp.moveaxis(d_weight, axis, 0), wanted, rtol=1e-3, atol=1e-6)
     same, d_bias = smoothing.add_to_head(d_weight, jnp.ones(classes))
     assert same is d_weight
+    assert d_bias is not None
     np.testing.assert_allclose(d_bias, 1 + 8 * factor * of_class * row_weight.sum(), rtol=1e-6)
     into = jnp.ones(head.shape)
     smoothing = Smoothing.of(replace(ours, grad_into=into), scales)
     assert smoothing is not None
-    np.testing.assert_allclose(np.moveaxis(smoothing.start_head(into), axis, 0), 1 + wanted / 8, rtol=1e-5)
+    np.testing.assert_allclose(jnp.moveaxis(smoothing.start_head(into), axis, 0), 1 + wanted / 8, rtol=1e-5)
