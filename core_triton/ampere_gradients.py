@@ -113,6 +113,7 @@ def d_input_kernel(
     weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
     W_BY_CLASS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
+    factor_ptr=None, mean_row_ptr=None,
 ):  # fmt: skip
     """`hopper_gradients.d_input_kernel`, with steps of BLOCK_V classes.
 
@@ -121,9 +122,13 @@ def d_input_kernel(
     active = active_rows(count_ptr, start, 0, rows)
     d_blocks = gl.cdiv(hidden, BLOCK_D)
     schedule = SplitKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs)
+    smooth = ()
+    if mean_row_ptr is not None:
+        smooth = (factor_ptr, mean_row_ptr)
     io = DInputIO(
-        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
-    )
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
+        smooth,
+    )  # fmt: skip
     WIDTH: gl.constexpr = BLOCK_D // 4
     by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     # Values that do not depend on the unit would be computed before the loop, and their registers make others spill.
@@ -160,7 +165,23 @@ def d_input_kernel(
                     finish_rows(total, piece_rows, piece_columns, io, active, hidden, classes)
 
 
-def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor) -> DInputLaunch:
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "start", *SplitKSchedule._fields])
+def smooth_d_input_kernel(
+    w_matrix, w_stride, e_matrix, e_stride, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
+    weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, factor_ptr, mean_row_ptr,
+    W_BY_CLASS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`hopper_gradients.smooth_d_input_kernel`."""
+    d_input_kernel(
+        w_matrix, w_stride, e_matrix, e_stride, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
+        weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+        full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
+        W_BY_CLASS, BLOCK_N, BLOCK_D, BLOCK_V, STAGES, factor_ptr, mean_row_ptr,
+    )  # fmt: skip
+
+
+def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, *, smooth: bool = False) -> DInputLaunch:
     """Returns what `input_grad.store_d_input` launches."""
     plan = plan_of(problem)
     tile = plan.ampere_tile
@@ -176,4 +197,5 @@ def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor) -> DInp
         "num_warps": tile.num_warps,
         **({"arch": plan.arch} if plan.arch else {}),
     }
-    return DInputLaunch(d_input_kernel, (head, head.stride(0), e, e.stride(0)), (), constexprs)
+    matrices = head, head.stride(0), e, e.stride(0)
+    return DInputLaunch(smooth_d_input_kernel if smooth else d_input_kernel, matrices, (), constexprs)

@@ -242,9 +242,13 @@ def d_weight_kernel(
     )
 
 
-def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
-    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x (n, D or more)."""
+def add_d_weight(
+    problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool, in_l2: bool
+) -> None:
+    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x (n, D or more). Without
+    `in_l2` all of a d_weight of 16 bits is added to in registers, so that totals are rounded once."""
     (n, classes), hidden, float32 = e.shape, problem.input.shape[1], d_weight.dtype == torch.float32
+    loaded = 1 - share_added_in_l2(n, plan_of(problem).gpu) if in_l2 else 1
     step, half, block_v = tile_config.D_WEIGHT_STEP, tile_config.D_BLOCK // 2, tile_config.CLASS_BLOCK
     launch(
         d_weight_kernel,
@@ -258,7 +262,7 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
         classes,
         STAGES=tile_config.D_WEIGHT_FLOAT32_STAGES if float32 else tile_config.D_WEIGHT_STAGES,
         ADDS=not first,
-        LOADED=0 if first or float32 else round(4 * (1 - share_added_in_l2(n, plan_of(problem).gpu))),
+        LOADED=0 if first or float32 else round(4 * loaded),
         **({"HAS_POWER": True} if plan_of(problem).fits_float16 else {}),
         num_warps=4,
     )
@@ -392,7 +396,7 @@ def d_input_kernel(
     d_input_ptr, count_ptr, start, rows, hidden, classes,
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
     STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr, others_desc=None, last_desc=None, piece=None, piece_rows=None,
-    last=None,
+    last=None, factor_ptr=None, mean_row_ptr=None,
 ):  # fmt: skip
     """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a work unit is a
     whole tile of BLOCK_N rows x 128 columns. Other units write a partial tile, float32, to their slot of part
@@ -404,14 +408,20 @@ def d_input_kernel(
 
     With others_desc, e has the first `piece` classes, last_desc (rows, classes - last) those from `last` on, and
     others_desc (pieces * piece_rows, piece) those between them: the rows from p * piece_rows on are of piece p + 1.
+
+    With mean_row (D,) float32, factor * mean_row is added, with factor (rows,) float32.
     """
     active = active_rows(count_ptr, start, 0, rows)
     ring = make_ring(w_desc, e_desc, STAGES)
     d_blocks = gl.cdiv(hidden, 128)
     schedule = SplitKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs)
+    smooth = ()
+    if mean_row_ptr is not None:
+        smooth = (factor_ptr, mean_row_ptr)
     io = DInputIO(
-        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
-    )
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
+        smooth,
+    )  # fmt: skip
     others = ()
     if others_desc is not None:
         others = (others_desc, last_desc, piece, piece_rows, last)
@@ -443,8 +453,27 @@ def d_input_of_pieces_kernel(
     )  # fmt: skip
 
 
-def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, others: Tensor | None = None) -> DInputLaunch:
-    """Returns what `input_grad.store_d_input` launches. `others` are of `StoredExponentials`."""
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields])
+def smooth_d_input_kernel(
+    w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
+    d_input_ptr, count_ptr, start, rows, hidden, classes,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, factor_ptr, mean_row_ptr,
+    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
+):  # fmt: skip
+    """`d_input_kernel` with label smoothing, another kernel for the reasons of
+    `row_kernels.finish_rows_of_pieces_kernel`."""
+    d_input_kernel(
+        w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
+        d_input_ptr, count_ptr, start, rows, hidden, classes,
+        full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
+        STAGES, W_BY_CLASS, None, None, None, None, None, factor_ptr, mean_row_ptr,
+    )  # fmt: skip
+
+
+def d_input_launch(
+    problem: Problem, config: ScaledExpConfig, e: Tensor, others: Tensor | None = None, *, smooth: bool = False
+) -> DInputLaunch:
+    """Returns what `input_grad.store_d_input` launches. `others` are of `StoredExponentials`, None with `smooth`."""
     step, w = tile_config.D_INPUT_STEP, problem.linear_weight[: problem.classes]
     head, block, by_class = head_with_contiguous_rows(w, (step, tile_config.D_BLOCK // 2))
     of_e = config.d_input_rows, step
@@ -452,7 +481,7 @@ def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, others:
     stages = tile_config.D_INPUT_SPLIT_STAGES if problem.spec.splits_head else tile_config.D_INPUT_STAGES
     constexprs = {"STAGES": stages, "W_BY_CLASS": by_class, "num_warps": 4}
     if others is None:
-        return DInputLaunch(d_input_kernel, matrices, (), constexprs)
+        return DInputLaunch(smooth_d_input_kernel if smooth else d_input_kernel, matrices, (), constexprs)
     pieces, piece_rows, piece = others.shape
     last = pieces * piece
     end = others[-1, : len(e), : problem.classes - last]  # past the last class there are no zeros

@@ -106,6 +106,7 @@ class DInputIO(NamedTuple):
     weight_stride: Any
     weight_stride_d: Any
     d_input_ptr: Any
+    smooth: Any  # () or (factor_ptr, mean_row_ptr): factor * mean_row is added to a row, the term of label smoothing
 
 
 @gluon.jit
@@ -124,6 +125,10 @@ def finish_rows(total, row_ids, columns, io, active, hidden, classes):
     own = gl.load(io.weight_ptr + places, mask=keeps & gl.expand_dims(is_class, 1), other=0.0)
     theta = gl.where(is_class, theta, 0.0)
     result = total * gl.expand_dims(rho, 1) + own.to(gl.float32) * gl.expand_dims(theta, 1)
+    if len(io.smooth) > 0:
+        factor = gl.load(io.smooth[0] + row_ids, mask=inside, other=0.0)
+        mean_row = gl.load(io.smooth[1] + columns, mask=columns < hidden, other=0.0)
+        result += gl.expand_dims(factor, 1) * gl.expand_dims(mean_row, 0)
     places = gl.expand_dims(out * hidden, 1) + gl.expand_dims(columns, 0)
     gl.store(io.d_input_ptr + places, result.to(io.d_input_ptr.dtype.element_ty), mask=keeps)
 
@@ -141,7 +146,7 @@ def d_input_sum_kernel(
     part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
     count_ptr, start, rows, hidden, classes,
     first_tile, split_tiles, split_factor, tail_programs,
-    TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, factor_ptr=None, mean_row_ptr=None,
 ):  # fmt: skip
     """The fix-up of the split tiles: sums their partial tiles in order and finishes them as `d_input_kernel` does whole
     tiles.
@@ -176,19 +181,47 @@ def d_input_sum_kernel(
         w_places = (target * weight_stride)[:, None] + columns.to(tl.int64)[None, :] * weight_stride_d
         own = tl.load(weight_ptr + w_places, mask=keeps & is_class[:, None], other=0.0).to(tl.float32)
         result = tl.trans(total) * rho[:, None] + own * tl.where(is_class, theta, 0.0)[:, None]
+        if mean_row_ptr is not None:
+            factor = tl.load(factor_ptr + row_ids, mask=inside, other=0.0)
+            mean_row = tl.load(mean_row_ptr + columns, mask=columns < hidden, other=0.0)
+            result += factor[:, None] * mean_row[None, :]
         out = tl.load(row_ptr + row_ids, mask=inside, other=0)
         places = (out * hidden)[:, None] + columns[None, :]
         tl.store(d_input_ptr + places, result.to(d_input_ptr.dtype.element_ty), mask=keeps)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *NOT_SPECIALIZED,
+        "first_tile",
+        "split_tiles",
+        "split_factor",
+        "tail_programs",
+    ]
+)
+def smooth_d_input_sum_kernel(
+    part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
+    count_ptr, start, rows, hidden, classes,
+    first_tile, split_tiles, split_factor, tail_programs, factor_ptr, mean_row_ptr,
+    TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`d_input_sum_kernel` with label smoothing, another kernel for the reasons of
+    `row_kernels.finish_rows_of_pieces_kernel`."""
+    d_input_sum_kernel(
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
+        count_ptr, start, rows, hidden, classes,
+        first_tile, split_tiles, split_factor, tail_programs, TILE_N, BLOCK_D, BLOCK_N, factor_ptr, mean_row_ptr,
+    )  # fmt: skip
 
 
 class DInputLaunch(NamedTuple):
     """What differs between the launches of the kernels of d_input.
 
     Args:
-        kernel: `d_input_kernel` or `d_input_of_pieces_kernel` of `hopper_gradients`, or `d_input_kernel` of
-            `ampere_gradients`.
+        kernel: `d_input_kernel`, `d_input_of_pieces_kernel` or `smooth_d_input_kernel` of `hopper_gradients`, or
+            `d_input_kernel` or `smooth_d_input_kernel` of `ampere_gradients`.
         matrices: its arguments for the head and the exponentials.
-        sizes: its arguments after those that all kernels have.
+        sizes: its arguments after those that all kernels have, but for those of label smoothing.
         constexprs: its constexprs, then num_warps and other options of the compiler.
     """
 
@@ -211,9 +244,10 @@ def store_d_input(
     target: At,
     order: At,
     d_input: Tensor,
+    smooth: tuple[At, Tensor] | None,
 ) -> None:
-    """Launches a kernel of d_input, and `d_input_sum_kernel` where tiles are split, for the n packed rows of a
-    chunk."""
+    """Launches a kernel of d_input, and `d_input_sum_kernel` where tiles are split, for the n packed rows of a chunk.
+    `smooth`: see `DInputIO`; then `made` has a kernel that takes it."""
     w, hidden, tiling = problem.linear_weight, d_input.shape[1], plan_of(problem).d_input_tiling
     classes = problem.classes
     assert tiling is not None
@@ -222,10 +256,12 @@ def store_d_input(
     schedule = tile_config.choose_schedule(tiles, steps, programs, splits_tiles=config.splits_tiles)
     pointers = partial_sums, rho, theta, target, order, w, *w.stride(), d_input, active.count
     sizes = active.start, n, hidden, classes
-    launch(made.kernel, (programs,), *made.matrices, *pointers, *sizes, *schedule, *made.sizes, **made.constexprs)
+    terms = smooth or ()
+    arguments = *made.matrices, *pointers, *sizes, *schedule, *made.sizes, *terms
+    launch(made.kernel, (programs,), *arguments, **made.constexprs)
     if schedule.partial_tiles:
         launch(
-            d_input_sum_kernel,
+            smooth_d_input_sum_kernel if smooth else d_input_sum_kernel,
             (schedule.split_tiles, tile_config.D_BLOCK // 32, tile_rows // 64),
             *pointers,
             *sizes,
@@ -233,6 +269,7 @@ def store_d_input(
             schedule.split_tiles,
             schedule.split_factor,
             schedule.tail_programs,
+            *terms,
             TILE_N=tile_rows,
             BLOCK_D=32,
             BLOCK_N=64,

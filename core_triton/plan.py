@@ -362,8 +362,6 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         or (
             # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
             key.stage in ("loss_and_gradients", "saved_rows", "statistics")
-            # d_input and d_weight of float16 have different scales, which the terms of rank one do not.
-            and (x.dtype == "bfloat16" or not key.label_smoothing)
             # Rows of exponentials would be too long for the kernels' int32 offsets.
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )
@@ -392,10 +390,13 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
         fits_float16 = x.dtype == "float16" and key.stage != "losses"
-        copied = key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes)
+        smoothing = (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes)
         if fits_float16:  # rows' numbers; a sample of the head, which is copied unless its rows can be read in place
             copies = casts_head + (w.strides[1] != 1 or padded_hidden != hidden)
-            copied += 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
+            fit = 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
+            # Before the first rows are read, only the mean of the head and the class weights stay.
+            smoothing = max(smoothing, fit + (key.label_smoothing != 0) * (8 * hidden + 4 * key.classes + 4 * tokens))
+        copied = key.copied_bytes + smoothing
         # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes.
         room = 0
         in_kernels = d_weight_kernel and (tiling is not None or not key.d_input)

@@ -183,7 +183,8 @@ def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 class ClassSum:
     """A gradient of the head, summed over chunks: in a separate float32 buffer if `float32_sum`, else in the result.
-    With `into` it is added to that float32 tensor, and there is no result."""
+    With `into` it is added to that float32 tensor, and there is no result. What the first chunk adds overwrites the sum
+    unless it is `started`."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class ClassSum:
         total: Tensor | None = None,
     ) -> None:
         """With `total`, a gradient of other rows, the sum begins with it."""
-        self.adds = into is not None
+        self.adds = self.started = into is not None
         total = into if total is None else total
         if total is None:
             total = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -203,14 +204,14 @@ class ClassSum:
         self.sum = self.total[:classes].float() if float32_sum and into is None else self.total[:classes]
 
     def put(self, vocab_chunk: slice, summand: Tensor, *, first: bool) -> None:
-        if self.adds or not first:
+        if self.started or not first:
             summand += self.sum[vocab_chunk]
         self.sum[vocab_chunk] = summand
 
     def put_matmul(self, vocab_chunk: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
         """Adds scale * a @ b."""
         if scale is None:
-            add_matmul(self.sum[vocab_chunk], a, b, first=first and not self.adds)
+            add_matmul(self.sum[vocab_chunk], a, b, first=first and not self.started)
         else:
             self.put(vocab_chunk, float32_matmul(a, b).mul_(scale), first=first)
 

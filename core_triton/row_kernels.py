@@ -526,12 +526,14 @@ def d_input_kernel(
     weight_stride_d,
     BLOCK_D: tl.constexpr,
     SPLITS_HEAD: tl.constexpr = False,
+    factor_ptr=None,
+    mean_row_ptr=None,
 ):
     """Writes d_input = rho * e_w + theta * weight[target], rounded once, where row_weight is not 0: (32).
 
     One program owns BLOCK_D columns of a row. Reads e_w = e @ weight (rows, D) float32, rho and theta (rows,), weight
     (V, D), which it rounds to d_input's dtype unless SPLITS_HEAD, and row (rows,) int64: which row of d_input (N, D) a
-    row is.
+    row is. With mean_row (D,) float32, factor * mean_row is added, with factor (rows,) float32.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
@@ -544,9 +546,23 @@ def d_input_kernel(
         w = w.to(d_input_ptr.dtype.element_ty)
     w = w.to(tl.float32)
     result = tl.where(is_class, rho * e_w + theta * w, rho)  # not a class: rho is NaN
+    if mean_row_ptr is not None:
+        result += tl.load(factor_ptr + row) * tl.load(mean_row_ptr + columns, mask=inside, other=0.0)
     if tl.load(row_weight_ptr + row) != 0:
         out = tl.load(row_ptr + row)
         tl.store(d_input_ptr + out * hidden + columns, result.to(d_input_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def smooth_d_input_kernel(
+    e_w_ptr, rho_ptr, theta_ptr, target_ptr, row_weight_ptr, row_ptr, weight_ptr, d_input_ptr, hidden, classes,
+    weight_stride, weight_stride_d, factor_ptr, mean_row_ptr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`d_input_kernel` with label smoothing, another kernel for the reasons of `finish_rows_of_pieces_kernel`."""
+    d_input_kernel(
+        e_w_ptr, rho_ptr, theta_ptr, target_ptr, row_weight_ptr, row_ptr, weight_ptr, d_input_ptr, hidden, classes,
+        weight_stride, weight_stride_d, BLOCK_D, False, factor_ptr, mean_row_ptr,
+    )  # fmt: skip
 
 
 def finish_d_input(
@@ -559,12 +575,13 @@ def finish_d_input(
     row_weight: At,
     order: At,
     d_input: Tensor,
+    smooth: tuple[At, Tensor] | None,
 ) -> None:
-    """Launches `d_input_kernel` on e_w (n, D), of packed rows."""
+    """Launches `d_input_kernel` on e_w (n, D), of packed rows. `smooth`: factor and mean_row, never of a split head."""
     w, (n, hidden) = problem.linear_weight, e_w.shape
     block = column_block(hidden)
     launch(
-        d_input_kernel,
+        smooth_d_input_kernel if smooth else d_input_kernel,
         (n, cdiv(hidden, block)),
         e_w,
         rho,
@@ -577,6 +594,7 @@ def finish_d_input(
         hidden,
         problem.classes,
         *w.stride(),
+        *(smooth or ()),
         BLOCK_D=block,
         **({"SPLITS_HEAD": True} if problem.spec.splits_head else {}),
         num_warps=4,
@@ -642,19 +660,23 @@ def class_sums_kernel(
     ADDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STRIDE_V: tl.constexpr = 1,
 ):
     """Writes, or with ADDS adds, the sum over rows of factor * matrix to each class of sum, (V,) float32: (18), (33).
 
     One program owns BLOCK_V classes. Reads matrix (rows, V) and factor (rows,) float32 once.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    places = columns
+    if STRIDE_V != 1:
+        places = columns.to(tl.int64) * STRIDE_V
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for start in range(0, rows, BLOCK_N):
         row_ids = start + tl.arange(0, BLOCK_N)
         factor = tl.load(factor_ptr + row_ids, mask=row_ids < rows, other=0.0)
         mask = (row_ids < rows)[:, None] & (columns < classes)[None, :]
         mask = mask & (factor != 0)[:, None]
-        source = matrix_ptr + row_ids.to(tl.int64)[:, None] * stride + columns[None, :]
+        source = matrix_ptr + row_ids.to(tl.int64)[:, None] * stride + places[None, :]
         acc += factor[:, None] * tl.load(source, mask=mask, other=0.0).to(tl.float32)
     total = tl.sum(acc, 0)
     if ADDS:
@@ -664,9 +686,10 @@ def class_sums_kernel(
 
 def add_class_sums(total: Tensor, matrix: Tensor, factor: Tensor | At, *, first: bool) -> None:
     """Adds the sums over rows of factor (n,) * matrix (n, v) to `total` (v,) float32, or overwrites it if `first`."""
-    n, classes = matrix.shape
-    arrays = matrix, factor, total, n, classes, matrix.stride(0)
-    launch(class_sums_kernel, (cdiv(classes, 64),), *arrays, ADDS=not first, BLOCK_N=128, BLOCK_V=64, num_warps=4)
+    (n, classes), (stride, stride_v) = matrix.shape, matrix.stride()
+    arrays = matrix, factor, total, n, classes, stride
+    sizes = {"BLOCK_N": 128, "BLOCK_V": 64, **({"STRIDE_V": stride_v} if stride_v != 1 else {})}
+    launch(class_sums_kernel, (cdiv(classes, 64),), *arrays, ADDS=not first, **sizes, num_warps=4)
 
 
 def class_sums(matrix: Tensor, factor: Tensor | None) -> Tensor:

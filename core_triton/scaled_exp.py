@@ -7,9 +7,9 @@ the range are computed again with k from the largest logit. `ranges.py` counts t
 `float16.py`.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for 16 bits, and in bfloat16 for label smoothing where its terms are of
-rank one (`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The
-steps for each chunk of rows:
+exponentials. Plan A with scaled exponentials is for 16 bits, with label smoothing where its terms are of rank one
+(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The steps for
+each chunk of rows:
 
     rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
     exponentials and their sums                       `_store_exponentials`
@@ -295,7 +295,7 @@ def _run(
     """Runs `scaled_exp`. The exponentials of all rows go to `saved_e` (N, padded K) if that is not None."""
     plan = plan_of(problem)
     config = plan.scaled_exp_config
-    smoothing = Smoothing.of(problem, config.head_rows)
+    smoothing = Smoothing.of(problem, config.head_rows, scales)
     if smoothing is not None:
         problem = smoothing.problem
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
@@ -308,7 +308,12 @@ def _run(
         d_bias.zero_()
     if plan.fits_float16 and any(needs_grad):
         statistics |= SHIFTS
+    if smoothing is not None and d_weight is not None and plan.fits_float16:
+        smoothing.start_head(d_weight)
     rows = pack_rows(problem, statistics=statistics, scales=scales)
+    smooth = None  # where d_input gets the terms of label smoothing before it is rounded
+    if smoothing is not None and d_input is not None and plan.fits_float16:
+        smooth = smoothing.of_input(rows.row_weight)
     stored = saved_e
     if stored is None and any(needs_grad):
         stored = x.new_empty((config.rows, tile_config.padded(classes)))
@@ -354,8 +359,6 @@ def _run(
         row_weight = At(rows.row_weight, start)
         if hook is not None:
             row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook, statistics)
-        if smoothing is not None and d_weight is not None:
-            smoothing.add_rows(chunk_x[:, :hidden], row_weight, first=first)
         scaled_x = None if d_weight is None or plan.fits_float16 else chunk_x
         by_row = statistics & BY_ROW != 0
         options = {"row_weight": row_weight, "e": e, "x": scaled_x, "by_row": by_row}
@@ -385,14 +388,14 @@ def _run(
                 of_piece = e.of(vocab_chunk)
                 row_kernels.add_class_sums(d_bias[vocab_chunk], of_piece, At(rows.rho, start), first=first)
         if d_input is not None and in_pieces:
-            _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
+            _store_d_input(problem, config, rows, chunk, e, scratch, d_input, smooth)
         if d_weight is not None:
             active = Active(count, start, int(first))
             for vocab_chunk in reversed(e.pieces(classes)):
                 of_piece = e.of(vocab_chunk)
                 _add_d_weight(problem, of_piece, chunk_x, scratch, active, d_weight, vocab_chunk, first=first)
         if d_input is not None and not in_pieces:
-            _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
+            _store_d_input(problem, config, rows, chunk, e, scratch, d_input, smooth)
         del e
     del stored, held, scratch
     if rows.float16 is not None and tokens and any(needs_grad):
@@ -400,8 +403,8 @@ def _run(
     if tokens and (d_weight is not None or d_bias is not None):
         _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
         if smoothing is not None:
-            smoothing.add_to_head(None if d_weight is None else d_weight.sum, d_bias)
-    if smoothing is not None and d_input is not None and tokens:
+            smoothing.add_to_head(d_weight, d_bias)
+    if smoothing is not None and d_input is not None and smooth is None and tokens:
         smoothing.add_to_input(d_input)
     made_d_weight = None if d_weight is None or d_weight.adds else d_weight.total
     if made_d_weight is not None and not tokens:
@@ -688,8 +691,11 @@ def _add_d_weight(
     """Adds e^T @ x to the vocabulary chunk of d_weight: (33) without the targets' terms. x (n, >= D) is already
     multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
-        module = hopper_gradients if plan_of(problem).hopper else ampere_gradients
-        module.add_d_weight(problem, e, x, active, d_weight.sum[vocab_chunk], first=first and not d_weight.adds)
+        arrays, overwrites = (e, x, active, d_weight.sum[vocab_chunk]), first and not d_weight.started
+        if plan_of(problem).hopper:
+            hopper_gradients.add_d_weight(problem, *arrays, first=overwrites, in_l2=not first)
+        else:
+            ampere_gradients.add_d_weight(problem, *arrays, first=overwrites)
         return
     hidden = problem.input.shape[1]
     rows_of_x, of_e = operand(x[:, :hidden], x.dtype), operand(e, e.dtype).T
@@ -714,14 +720,19 @@ def _store_d_input(
     stored: StoredExponentials,
     scratch: Tensor,
     d_input: Tensor,
+    smooth: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Writes the rows of d_input of a chunk: (32)."""
+    """Writes the rows of d_input of a chunk: (32). Adds the terms `smooth` of `Smoothing.of_input`."""
     plan, e = plan_of(problem), stored.first
+
+    def smooth_from(start: int) -> tuple[At, Tensor] | None:
+        return None if smooth is None else (At(smooth[0], start), smooth[1])
+
     if plan.d_input_tiling is not None:
         if plan.hopper:
-            made = hopper_gradients.d_input_launch(problem, config, e, stored.others)
+            made = hopper_gradients.d_input_launch(problem, config, e, stored.others, smooth=smooth is not None)
         else:
-            made = ampere_gradients.d_input_launch(problem, config, e)
+            made = ampere_gradients.d_input_launch(problem, config, e, smooth=smooth is not None)
         input_grad.store_d_input(
             made,
             problem,
@@ -734,6 +745,7 @@ def _store_d_input(
             target=At(rows.target, chunk.start),
             order=At(rows.order, chunk.start),
             d_input=d_input,
+            smooth=smooth_from(chunk.start),
         )
         return
     hidden = d_input.shape[1]
@@ -759,6 +771,7 @@ def _store_d_input(
             row_weight=At(rows.row_weight, start),
             order=At(rows.order, start),
             d_input=d_input,
+            smooth=smooth_from(start),
         )
 
 

@@ -4,11 +4,16 @@ Without a softcap the logits are linear in the input and in the head, and so is 
 whose class weights are u: MATH.md (37), (38). Its gradients are a vector for each factor:
 
     loss_i    += eps g_i (mean(w) z_target - m_i)              `add_to_rows`, which also adds the target's term to theta
-    d_input_i -= eps g_i s mean_v(w_v weight_v)                `add_to_input`
-    d_weight_v -= eps s w_v / K sum_i(g_i input_i)             `add_to_head`, with the sum of `add_rows`
+    d_input_i -= eps g_i s mean_v(w_v weight_v)                `add_to_input`, or `of_input`
+    d_weight_v -= eps s w_v / K sum_i(g_i input_i)             `add_to_head`, or `start_head`
 
 m_i is the mean over the classes of w times the logits of row i, which takes one dot product, with the mean row of the
 head. So smoothing takes no fourth matmul.
+
+Gradients of float16 may be multiplied by powers of two (MATH.md section 16), and so are these terms. In float16 they
+cost no rounding of the gradients: those of d_input are added before its only rounding, and d_weight begins with its
+own, which are small beside most of it. In bfloat16 they are added at the end, because the memory of d_weight may hold
+exponentials until the first chunk is added.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +25,8 @@ from torch import Tensor
 
 from core_triton import row_kernels
 from core_triton.launch import At, cdiv, column_block, launch
-from core_triton.problem import Problem, float32_matmul, operand
+from core_triton.problem import ClassSum, Problem, float32_matmul, operand, plan_of
+from core_triton.row_math import MAX_EXPONENT
 
 ROWS = 8  # of a program of `smooth_rows_kernel`
 
@@ -36,7 +42,7 @@ class Smoothing:
         mean_bias: () float32, that of the bias.
         mean_weight: () float32, that of the class weights.
         class_weight: (K,) float32, or None.
-        row_sum: (D,) float32, the sum of the rows of the input, each times its row weight.
+        scales: (2,) powers of two that d_input and the gradients of the head are multiplied by, or None.
     """
 
     problem: Problem
@@ -45,10 +51,10 @@ class Smoothing:
     mean_bias: Tensor
     mean_weight: Tensor
     class_weight: Tensor | None
-    row_sum: Tensor
+    scales: Tensor | None
 
     @staticmethod
-    def of(problem: Problem, head_rows: int) -> "Smoothing | None":
+    def of(problem: Problem, head_rows: int, scales: Tensor | None) -> "Smoothing | None":
         """Returns the smoothing of a call, None if it has none. Reads the head `head_rows` rows at a time."""
         epsilon, classes, w = problem.spec.label_smoothing, problem.classes, problem.linear_weight
         dtype = problem.input.dtype  # of the operands of the logits
@@ -59,8 +65,10 @@ class Smoothing:
         weights = ones if class_weight is None else class_weight
         mean_row = problem.row_weight.new_zeros(w.shape[1])
         for vocab_chunk in problem.vocab_chunks(head_rows):
-            parts = operand(_in_two(weights[vocab_chunk], dtype), dtype)
-            sums = float32_matmul(parts, problem.operand_of(vocab_chunk)).sum(0)
+            parts, power = _in_two(weights[vocab_chunk], dtype)
+            sums = float32_matmul(operand(parts, dtype), problem.operand_of(vocab_chunk)).sum(0)
+            if power is not None:
+                sums = sums.ldexp(power)
             mean_row += sums.view(-1, len(mean_row)).sum(0)  # of both halves of a split head
         mean_bias = mean_row.new_zeros(()) if b is None else (weights * b[:classes].float()).sum() / classes
         mean_weight = weights.sum() / classes
@@ -74,12 +82,8 @@ class Smoothing:
             mean_bias,
             mean_weight,
             problem.class_weight,
-            torch.empty_like(mean_row),
+            scales,
         )
-
-    def add_rows(self, x: Tensor, row_weight: At, *, first: bool) -> None:
-        """Adds packed rows x (n, D), times their row weights, to `row_sum`."""
-        row_kernels.add_class_sums(self.row_sum, x, row_weight, first=first)
 
     def add_to_rows(
         self, n: int, *, order: At, target_logit: At, row_weight: At, theta: At | None, loss_out: Tensor
@@ -108,28 +112,60 @@ class Smoothing:
             num_warps=4,
         )
 
+    def of_input(self, row_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the terms of d_input for packed rows of these row weights (N,): a factor (N,) of each row, and what
+        it is a factor of, (D,)."""
+        if self.scales is not None:
+            row_weight = row_weight * self.scales[0]  # the largest is then between 1 and 2
+        return row_weight * self._factor(), self.mean_row
+
     def add_to_input(self, d_input: Tensor) -> None:
         """Adds the terms of all rows to d_input (N, D)."""
         _add_outer(d_input, self.problem.row_weight, self.mean_row, self._factor())
 
-    def add_to_head(self, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-        """Adds the terms of all classes to d_weight (K, D) and d_bias (K,)."""
-        factor = self._factor() / self.problem.classes
-        for gradient, row in ((d_weight, self.row_sum), (d_bias, None)):
-            if gradient is None:
-                continue
-            row = self.problem.row_weight.sum()[None] if row is None else row
-            matrix = gradient if gradient.ndim == 2 else gradient[:, None]
-            _add_outer(matrix, self.class_weight, row, factor)
+    def start_head(self, d_weight: ClassSum) -> None:
+        """Writes the terms of all classes to d_weight, or adds them if it has begun."""
+        _add_outer(d_weight.sum, self.class_weight, self._row_sum(), self._head_factor(), writes=not d_weight.started)
+        d_weight.started = True
+
+    def add_to_head(self, d_weight: ClassSum | None, d_bias: Tensor | None) -> None:
+        """Adds the terms of all classes to d_bias (K,), and to d_weight unless `start_head` did."""
+        if d_weight is not None and not plan_of(self.problem).fits_float16:
+            _add_outer(d_weight.sum, self.class_weight, self._row_sum(), self._head_factor())
+        if d_bias is not None:
+            row = self._scaled(self.problem.row_weight.sum()[None])
+            _add_outer(d_bias[:, None], self.class_weight, row, self._head_factor())
+
+    def _row_sum(self) -> Tensor:
+        """Returns the sum of the rows of the input, each times its row weight, (D,) float32, times the scale."""
+        return self._scaled(row_kernels.class_sums(self.problem.input, self.problem.row_weight))
+
+    def _scaled(self, of_head: Tensor) -> Tensor:
+        return of_head if self.scales is None else of_head * self.scales[1]
+
+    def _head_factor(self) -> float:
+        return self._factor() / self.problem.classes
 
     def _factor(self) -> float:
         return -self.epsilon * self.problem.spec.logit_scale
 
 
-def _in_two(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns float32 weights (n,) as two rows of another dtype whose sum has their precision, (2, n)."""
+LARGEST_WEIGHT = 15  # exponent of a number below the largest one of float16
+
+
+def _in_two(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Returns float32 weights (n,) as two rows of another dtype (2, n), and the exponent () of a factor, None for 1.
+
+    The factor times the sum of both rows has the weights' precision. float16 has the range for it only if the largest
+    weight is near its largest number. The sum is then off by 2**-22 of a weight, or 2**-39 of the largest.
+    """
+    power = None
+    if dtype == torch.float16:
+        power = torch.frexp(weights.abs().amax()).exponent - LARGEST_WEIGHT
+        power = power.clamp(min=-MAX_EXPONENT)
+        weights = weights.ldexp(-power)
     high = weights.to(dtype)
-    return torch.stack([high, (weights - high.float()).to(dtype)])
+    return torch.stack([high, (weights - high.float()).to(dtype)]), power
 
 
 @triton.jit
@@ -181,23 +217,29 @@ def smooth_rows_kernel(
 
 @triton.jit
 def add_outer_kernel(
-    matrix_ptr, row_factor_ptr, row_ptr, rows, hidden, stride, factor, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Adds factor * row_factor_i * row_j to matrix (rows, D), rounded once. row_factor (rows,) and row (D,) are
-    float32. row_factor may be None, which is 1. Rows of factor 0 stay as they are."""
+    matrix_ptr, row_factor_ptr, row_ptr, rows, hidden, stride, factor, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WRITES: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
+):  # fmt: skip
+    """Adds factor * row_factor_i * row_j to matrix (rows, D), rounded once, or with WRITES writes it. row_factor
+    (rows,) and row (D,) are float32. row_factor may be None, which is 1. Without WRITES rows of factor 0 stay as they
+    are."""
     row_ids = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     row_factor = tl.full((BLOCK_N,), 1.0, tl.float32)
     if row_factor_ptr is not None:
         row_factor = tl.load(row_factor_ptr + row_ids, mask=row_ids < rows, other=0.0)
     mask = (row_ids < rows)[:, None] & (row_factor != 0)[:, None] & (columns < hidden)[None, :]
+    if WRITES:
+        mask = (row_ids < rows)[:, None] & (columns < hidden)[None, :]
     place = matrix_ptr + row_ids[:, None] * stride + columns[None, :]
     row = tl.load(row_ptr + columns, mask=columns < hidden, other=0.0)
-    total = tl.load(place, mask=mask, other=0.0).to(tl.float32) + (factor * row_factor)[:, None] * row[None, :]
+    total = (factor * row_factor)[:, None] * row[None, :]
+    if not WRITES:
+        total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
     tl.store(place, total.to(matrix_ptr.dtype.element_ty), mask=mask)
 
 
-def _add_outer(matrix: Tensor, row_factor: Tensor | None, row: Tensor, factor: float) -> None:
+def _add_outer(matrix: Tensor, row_factor: Tensor | None, row: Tensor, factor: float, *, writes: bool = False) -> None:
     """Launches `add_outer_kernel` on a matrix whose rows are contiguous."""
     rows, hidden = matrix.shape
     block = min(256, column_block(hidden))
@@ -213,5 +255,6 @@ def _add_outer(matrix: Tensor, row_factor: Tensor | None, row: Tensor, factor: f
         factor,
         BLOCK_N=16,
         BLOCK_D=block,
+        **({"WRITES": True} if writes else {}),
         num_warps=4,
     )

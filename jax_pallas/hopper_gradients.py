@@ -29,6 +29,7 @@ from jax_pallas.hopper_common import (
     COLUMN,
     PIECE,
     PIECES,
+    ROW,
     STAGES,
     PairRing,
     Ring,
@@ -490,6 +491,7 @@ class DInputKernel:
         splits_head: w is float32, and multiplied as the sum of two matrices of e's dtype: (39).
         interpret: whether they run in Pallas' interpreter, on a CPU.
         first: some of e is in the memory of d_weight.
+        smooths: the terms of label smoothing are added.
     """
 
     schedule: SplitKSchedule
@@ -499,6 +501,7 @@ class DInputKernel:
     splits_head: bool
     interpret: bool
     first: FirstChunk | None = None
+    smooths: bool = False
 
     @property
     def piece(self) -> int:
@@ -572,6 +575,7 @@ class DInputIO(NamedTuple):
     came: Any  # (2,): what was held is in the buffer
     low_ref: Any = None  # (n, D): what is added to the chunk's rows of held
     low_views: Any = None  # its buffers, as TMA and as registers take them
+    smooth: Any = None  # (rows of the tiles,) and (columns of the tiles,): their product is added
 
 
 def d_input_warpgroup(
@@ -631,7 +635,10 @@ def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
 
 
 def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
-    """Writes rho * sums + theta * held, of (64, rows) sums of columns of D and rows of the chunk from d and row on."""
+    """Writes rho * sums + theta * held, of (64, rows) sums of columns of D and rows of the chunk from d and row on.
+
+    The terms of label smoothing are added, if any.
+    """
     warpgroup, rows = lax.axis_index("warpgroup"), sums.shape[1]
     moved, buffer = (view.at[warpgroup] for view in (io.moved, io.buffers))
     place = io.held_ref.at[pl.ds(io.start + row, rows), pl.ds(d, HALF)]
@@ -650,6 +657,10 @@ def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
         factor = plgpu.load(ref.at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
         factor = lax.broadcast_in_dim(factor, sums.shape, (1,))
         total += jnp.where(factor == 0, 0.0, factor * term.astype(jnp.float32))
+    if io.smooth is not None:
+        factor = plgpu.load(io.smooth[0].at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
+        mean_row = plgpu.load(io.smooth[1].at[pl.ds(d, HALF)], layout=ROW, optimized=False)
+        total += lax.broadcast_in_dim(factor, sums.shape, (1,)) * lax.broadcast_in_dim(mean_row, sums.shape, (0,))
     plgpu.commit_smem()  # all have read it
     buffer[...] = total.astype(io.held_ref.dtype)
     plgpu.commit_smem()
@@ -661,6 +672,7 @@ def d_input_kernel(
     *rest: Any,
 ) -> None:  # fmt: skip
     """Writes the rows of whole tiles, and the partial tiles of the others, (partial tiles, D_BLOCK, tile_rows)."""
+    smooth, rest = (rest[:2], rest[2:]) if kernel.smooths else (None, rest)
     low_ref, rest = (rest[0], rest[1:]) if kernel.splits_head else (None, rest)
     others_ref, rest = (rest[0], rest[1:]) if kernel.first is not None else (None, rest)
     part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
@@ -673,7 +685,9 @@ def d_input_kernel(
     else:
         ring = make_ring(views(w_all, interpret=kernel.interpret), e_views, full, empty)
     warpgroup, start = lax.axis_index("warpgroup"), start_ref[0]
-    io = DInputIO(start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came, *low)
+    io = DInputIO(
+        start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came, *low, smooth=smooth
+    )
     load = partial(load_d_input, kernel, ring, head, w_ref, e_ref, others_ref)
     multiply_units = partial(d_input_warpgroup, kernel, ring, head, spare, warpgroup, io, part_ref)
     # The index is read again here: with one read the machine code is not the one that was measured.
@@ -685,6 +699,7 @@ def d_input_sum_kernel(
 ) -> None:  # fmt: skip
     """The fix-up: adds the partial tiles of a piece of a split tile, in order, and finishes it."""
     schedule, piece = kernel.schedule, kernel.piece
+    smooth, rest = (rest[:2], rest[2:]) if kernel.smooths else (None, rest)
     low = ()
     if kernel.splits_head:
         low = rest[0], views(rest[-1], interpret=kernel.interpret)
@@ -712,7 +727,8 @@ def d_input_sum_kernel(
             total = lax.fori_loop(1, jnp.where(split, schedule.tail_factor, 1), add, total)
     row, d = row + i * piece, d + warpgroup * HALF
     moved, buffers = views(buffers, interpret=kernel.interpret)
-    finish(DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low), total, row, d)
+    io = DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low, smooth=smooth)
+    finish(io, total, row, d)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -729,6 +745,7 @@ def store_d_input(
     vocab_axis: int,
     low: Array | None = None,
     others: Array | None = None,
+    smooth: tuple[Array, Array] | None = None,
     most: int | None = None,
     interpret: bool = False,
     schedule: SplitKSchedule | None = None,
@@ -751,6 +768,7 @@ def store_d_input(
         low: (n, D) of e's dtype, which is added to the rows of `held` where w is float32.
         others: (V, D or 2D) of e's dtype, the memory of d_weight with the exponentials that e (n or more, piece) has
             not, as `FirstChunk` says; or None.
+        smooth: (n,) and (D,) float32, whose outer product is added; or None.
         most: bytes that partial tiles may take: `d_input_scratch`.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         schedule: how programs divide the tiles, if not as `choose_schedule` says.
@@ -764,7 +782,8 @@ def store_d_input(
     schedule = schedule or choose_schedule(*sizes, batch_invariant=batch_invariant)
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
     splits_head = w.dtype != e.dtype
-    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, splits_head, interpret, first)
+    flags = splits_head, interpret, first, smooth is not None
+    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, *flags)
     # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.
     after = cdiv(n, schedule.tile_rows) * schedule.tile_rows - n
     factors = jnp.pad(rho, (0, after)), jnp.pad(theta, (0, after), constant_values=1.0)
@@ -779,7 +798,11 @@ def store_d_input(
     if splits_head:
         scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=HEAD_STAGES) for _ in range(2)]
         scratch += [plgpu.SMEM((2, 2, HALF, STEP), e.dtype, transforms=transforms(STEP))] * interpret
-    rows_held = [ref] if low is None else [ref, low]
+    rows_held: list[Any] = [ref]
+    if smooth is not None:  # 0 in rows that are not in the chunk
+        rows_held += [jnp.pad(smooth[0], (0, after)), jnp.pad(smooth[1], (0, -hidden % D_BLOCK))]
+    if low is not None:
+        rows_held.append(low)
     results = (
         [jax.ShapeDtypeStruct((schedule.partial_tiles, D_BLOCK, schedule.tile_rows), jnp.float32)]
         if schedule.partial_tiles

@@ -275,7 +275,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         stores = multiplies or (not hopper and takes_head and vocab == key.classes == tile_config.padded(vocab))
     # The Hopper kernel reads the rows of x for each half of the head, in steps.
     takes_head &= not (hopper and key.splits_head) or hidden % tile_config.STEP == 0
-    fits_float16 = x.dtype == "float16" and stores and not key.label_smoothing and key.stage != "losses"
+    fits_float16 = x.dtype == "float16" and stores and key.stage != "losses"
     multiplies &= x.dtype == "bfloat16" or fits_float16
     scaled_exp = (
         takes_head
@@ -362,7 +362,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         d_weight_starts = (
             key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
         )
-        d_weight_starts &= not key.grad_into
+        d_weight_starts &= not key.grad_into and not (fits_float16 and key.label_smoothing)
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )

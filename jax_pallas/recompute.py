@@ -1,11 +1,10 @@
 """The tiles of `chunked.py`, computed by kernels, for calls that recompute the logits for the gradients: 1 + 3 matmuls.
 
-Plan A uses them for float32, for float16 with label smoothing, for label smoothing that is not of rank one
-(`plan.smoothing_is_linear`), for a head of another dtype that is not split, and for sizes that the kernels of gradients
-do not take. Plan C uses them where its backward pass cannot be plan A again (`plan.make_plan`). The chunks of rows and
-vocabulary chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The second pass
-writes d_logits once, and the gradients are XLA GEMMs of d_logits. If the implementation has a kernel for d_weight, that
-kernel computes d_weight.
+Plan A uses them for float32, for label smoothing that is not of rank one (`plan.smoothing_is_linear`), for a head of
+another dtype that is not split, and for sizes that the kernels of gradients do not take. Plan C uses them where its
+backward pass cannot be plan A again (`plan.make_plan`). The chunks of rows and vocabulary chunks are those of
+`chunked`. In the first pass the logits stay within a multiprocessor. The second pass writes d_logits once, and the
+gradients are XLA GEMMs of d_logits. If the implementation has a kernel for d_weight, that kernel computes d_weight.
 """
 
 from types import ModuleType

@@ -6,9 +6,9 @@ as the exponentials stay within the range of bfloat16. At first k comes from the
 the range are computed again with k from the largest logit. float16 has a smaller range: `float16.py`.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for bfloat16, with label smoothing where its terms are of rank one
-(`smoothing.py`), and for float16 without it. The backward pass of plan C runs it too, with the upstream gradients as
-row weights. `row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that
+exponentials. Plan A with scaled exponentials is for bfloat16 and float16, with label smoothing where its terms are of
+rank one (`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights.
+`row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that
 contribute. The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`
@@ -91,7 +91,7 @@ def scaled_exp(
         The weighted loss of each row (N,); the statistics of the rows, those of the logits only if they are in
         `statistics` (the largest ones are inf otherwise); and the gradients of the sum.
     """
-    smoothing = Smoothing.of(problem)
+    smoothing = Smoothing.of(problem, scales)
     whole = problem if smoothing is None else smoothing.problem
     rows, gradients, found = _run(whole, needs_grad, None, smoothing, statistics=statistics, scales=scales)
     loss, of_call = rows.loss[: problem.tokens], _statistics_of_call(problem, rows, found)
@@ -215,9 +215,12 @@ def _run(
         return _chunk(problem, carry, chunk, places, *shared, first=first, gradients=gradients, saves=saves)
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
+    starts = smoothing is not None and plan_of(problem).fits_float16
     if needs_grad.d_weight:
         sums = problem.grad_into
-        if sums is None:  # overwritten by the first chunk
+        if smoothing is not None and starts:
+            sums = smoothing.start_head(sums)
+        elif sums is None:  # overwritten by the first chunk
             dtype = jnp.float32 if problem.spec.splits_head else problem.input.dtype
             sums = lax.empty(problem.linear_weight.shape, dtype)
         carry = carry._replace(d_weight=sums)
@@ -249,7 +252,9 @@ def _run(
     if d_bias is not None and problem.linear_bias is not None:
         b = problem.linear_bias
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
-    d_input = carry.held if carry.held is None or smoothing is None else smoothing.add_to_input(carry.held)
+    d_input = carry.held
+    if d_input is not None and smoothing is not None and not starts:
+        d_input = smoothing.add_to_input(d_input)
     return rows, Gradients(d_input, d_weight, d_bias), found
 
 
@@ -355,15 +360,18 @@ def _chunk(
         problem, rows, place, size, found, chunk_places, joined, repaired, of_x, by_row=by_row
     )
     e, power = found.e, None
+    smooth = None  # the terms of d_input, if they are added before it is rounded
+    if smoothing is not None and rows.theta is not None:
+        theta = smoothing.add_to_theta(chunk.of(rows.theta), chunk.of(rows.row_weight))
+        rows = rows._replace(theta=chunk.put(rows.theta, theta))
+        if fits:
+            smooth = smoothing.of_input(Slice(chunk.start, size, None).of(rows.row_weight))
     if fits and e is not None and rho is not None:
         rows, e, scaled, rho, power = float16.fit(
             rows, chunk, place, size, found, e, x, start, rho, scales_x=scales_x, scales=scales
         )
     if hook is None and statistics & OF_LOGITS & ~MAX:
         of_tokens = OfTokens(None, _statistics_of(problem, rows, chunk, found, joined, repaired))
-    if smoothing is not None and rows.theta is not None:
-        theta = smoothing.add_to_theta(chunk.of(rows.theta), chunk.of(rows.row_weight))
-        rows = rows._replace(theta=chunk.put(rows.theta, theta))
     carry = carry._replace(rows=rows)
     if saves:
         assert e is not None
@@ -375,7 +383,7 @@ def _chunk(
     x = x if scaled is None else scaled
     if found.others is not None:
         return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho), of_tokens
-    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, power, first=first)
+    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, power, smooth, first=first)
     return carry, of_tokens
 
 
@@ -554,16 +562,19 @@ def _add_gradients(
     start: Array | int,
     rho: Array,
     power: Array | None,
+    smooth: tuple[Array, Array] | None,
     *,
     first: bool,
 ) -> Carry:
-    """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. power: (50)."""
+    """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. power: (50). With the terms
+    `smooth` of `Smoothing.of_input`, d_weight has begun with its own."""
     rows, held, d_weight, d_bias = carry
     if d_bias is not None:
         of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
         d_bias = d_bias + of_rows.sum(0)
     if d_weight is not None:
-        d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first)
+        started = smooth is not None or problem.grad_into is not None
+        d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first, started=started)
         if power is not None and not plan_of(problem).d_weight_kernel:
             # XLA would compute the matmul of d_input before, so that the sums of both are in memory at the same time.
             d_weight, e = lax.optimization_barrier((d_weight, e))
@@ -571,7 +582,7 @@ def _add_gradients(
         # The rows of d_input, and before them the targets' rows of the head, replace those of x after it was read.
         x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
         rows = rows._replace(target=target)
-        held = _store_d_input(problem, rows, chunk, e, x, rho)
+        held = _store_d_input(problem, rows, chunk, e, x, rho, smooth=smooth)
     return Carry(rows, held, d_weight, d_bias)
 
 
@@ -607,8 +618,10 @@ def _add_d_weight(
     power: Array | None = None,
     *,
     first: bool,
+    started: bool = False,
 ) -> Array:
-    """Adds e^T x to d_weight, of rows of x already times rho: (33) without the targets' terms."""
+    """Adds e^T x to d_weight, of rows of x already times rho: (33) without the targets' terms. The first chunk
+    overwrites it unless it has `started`."""
     axis = problem.vocab_axis
     plan = plan_of(problem)
     if plan.d_weight_kernel:
@@ -621,14 +634,14 @@ def _add_d_weight(
             vocab=problem.linear_weight.shape[axis],
             classes=problem.classes,
             vocab_axis=axis,
-            in_l2=share_added_in_l2(chunk.size, plan.gpu),
+            in_l2=share_added_in_l2(chunk.size, plan.gpu) * (not (first and started)),
             rows=chunk.size,
-            old=None if first and not plan.d_weight_starts and problem.grad_into is None else d_weight,
+            old=None if first and not plan.d_weight_starts and not started else d_weight,
             starts=first if plan.d_weight_starts else None,
             power=power,
             float32=d_weight.dtype == jnp.float32,
         )
-    scaled = Slice(start, chunk.size, None).of(x)
+    scaled, adds = Slice(start, chunk.size, None).of(x), started or not first
 
     def matmul(of_e: Array, dtype: Any) -> Array:
         pair = (of_e, scaled) if axis == 0 else (scaled, of_e)
@@ -636,12 +649,12 @@ def _add_d_weight(
 
     if power is None:
         update = matmul(e, d_weight.dtype)
-        return update if first else d_weight + update
+        return d_weight + update if adds else update
 
     # float16 does not hold the sum before it is multiplied by the power of two. It is in float32, of a few classes.
     def body(total: Array, part: Slice) -> tuple[Array, None]:
         update = matmul(part.of(e, 1), jnp.float32) * power
-        if not first:
+        if adds:
             if part.fresh is not None:
                 update = jnp.where(jnp.expand_dims(part.fresh, 1 - axis), update, 0.0)
             update = update + part.of(total, axis)
@@ -651,9 +664,17 @@ def _add_d_weight(
 
 
 def _store_d_input(
-    problem: Problem, rows: CallRows, chunk: Slice, e: Array, held: Array, rho: Array, others: Array | None = None
+    problem: Problem,
+    rows: CallRows,
+    chunk: Slice,
+    e: Array,
+    held: Array,
+    rho: Array,
+    others: Array | None = None,
+    smooth: tuple[Array, Array] | None = None,
 ) -> Array:
-    """Writes the rows of d_input of a chunk: (32). `others` are of `Exponentials`."""
+    """Writes the rows of d_input of a chunk: (32). `others` are of `Exponentials`. Adds the terms `smooth` of
+    `Smoothing.of_input`."""
     plan, w, part = plan_of(problem), problem.linear_weight, Slice(chunk.start, len(rho), None)
     assert rows.theta is not None
     theta = part.of(rows.theta)
@@ -663,10 +684,13 @@ def _store_d_input(
         held, low = _put_target_rows(problem, rows, chunk, held)
         shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "low": low}
         shared |= {} if others is None else {"others": others}
+        shared |= {} if smooth is None else {"smooth": smooth}
         shared |= {"most": plan.scaled_exp_config.d_input_bytes, "batch_invariant": plan.batch_invariant}
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     w_target = target_rows(problem, part.of(rows.target).clip(0))
     d_input = rho[:, None] * times_head(problem, e, len(rho)) + theta[:, None] * w_target.astype(jnp.float32)
+    if smooth is not None:
+        d_input = d_input + smooth[0][:, None] * smooth[1]
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0)[: chunk.size])
 
 

@@ -4,11 +4,16 @@ Without a softcap the logits are linear in the input and in the head, and so is 
 whose class weights are u: MATH.md (37), (38). Its gradients are a vector for each factor:
 
     loss_i    += eps g_i (mean(w) z_target - m_i)              `losses`; `add_to_theta` adds the target's term
-    d_input_i -= eps g_i s mean_v(w_v weight_v)                `add_to_input`
-    d_weight_v -= eps s w_v / K sum_i(g_i input_i)             `add_to_head`
+    d_input_i -= eps g_i s mean_v(w_v weight_v)                `add_to_input`, or `of_input`
+    d_weight_v -= eps s w_v / K sum_i(g_i input_i)             `add_to_head`, or `start_head`
 
 m_i is the mean over the classes of w times the logits of row i, which takes one dot product, with the mean row of the
 head. So smoothing takes no fourth matmul.
+
+Gradients of float16 may be multiplied by powers of two (MATH.md section 16), and so are these terms. In float16 they
+cost no rounding of the gradients: those of d_input are added before its only rounding, and d_weight begins with its
+own, which are small beside most of it. In bfloat16 they are added at the end, because the memory of d_weight may hold
+exponentials until the first chunk is added.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +21,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax import Array
 
-from jax_pallas.problem import Problem
+from jax_pallas.problem import Problem, plan_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Smoothing:
         mean_bias: () float32, that of the bias.
         mean_weight: () float32, that of the class weights.
         class_weight: (K,) float32, or None.
+        scales: powers of two that d_input and the gradients of the head are multiplied by, or None.
     """
 
     problem: Problem
@@ -38,10 +44,13 @@ class Smoothing:
     mean_bias: Array
     mean_weight: Array
     class_weight: Array | None
+    scales: tuple[Array, Array] | None
 
     @staticmethod
-    def of(problem: Problem) -> "Smoothing | None":
+    def of(problem: Problem, scales: tuple[Array, Array] | None) -> "Smoothing | None":
         """Returns the smoothing of a call, None if it has none."""
+        if scales is not None and problem.grad_into is not None:  # of d_bias, `scaled_exp` scales the whole sum
+            scales = scales[0], jnp.float32(1.0)
         epsilon, classes, axis = problem.spec.label_smoothing, problem.classes, problem.vocab_axis
         if not epsilon:
             return None
@@ -57,7 +66,7 @@ class Smoothing:
             class_weight = (1.0 - epsilon) * class_weight + epsilon * mean_weight
         spec = replace(problem.spec, label_smoothing=0.0)
         whole = replace(problem, spec=spec, class_weight=class_weight)
-        return Smoothing(whole, epsilon, mean_row, mean_bias, mean_weight, problem.class_weight)
+        return Smoothing(whole, epsilon, mean_row, mean_bias, mean_weight, problem.class_weight, scales)
 
     def add_to_theta(self, theta: Array, row_weight: Array) -> Array:
         """Returns theta (n,) with the target's terms of rows of these row weights (n,)."""
@@ -71,25 +80,47 @@ class Smoothing:
         term = self.epsilon * row_weight * (self.mean_weight * target_logit - mean_logit)
         return jnp.where(row_weight != 0, loss + term, loss)
 
+    def of_input(self, row_weight: Array) -> tuple[Array, Array]:
+        """Returns the terms of d_input for rows of these row weights (n,): a factor (n,) of each row, and what it is a
+        factor of, (D,)."""
+        if self.scales is not None:
+            row_weight = row_weight * self.scales[0]  # the largest is then between 1 and 2
+        return row_weight * self._factor(), self.mean_row
+
     def add_to_input(self, d_input: Array) -> Array:
         """Returns d_input (N, D) with the terms of all rows."""
         row_weight = self.problem.row_weight[:, None]
         summed = d_input.astype(jnp.float32) + self._factor() * row_weight * self.mean_row
         return jnp.where(row_weight != 0, summed, d_input).astype(d_input.dtype)
 
+    def start_head(self, grad_into: Array | None) -> Array:
+        """Returns the terms of all classes in d_weight, (V, D) or (D, V), of the input's dtype, or added to
+        `grad_into`."""
+        terms = self._of_weight()
+        return terms.astype(self.problem.input.dtype) if grad_into is None else grad_into + terms
+
     def add_to_head(self, d_weight: Array | None, d_bias: Array | None) -> tuple[Array | None, Array | None]:
-        """Returns d_weight, (V, D) or (D, V), and d_bias (K,) with the terms of all classes."""
-        classes, axis, row_weight = self.problem.classes, self.problem.vocab_axis, self.problem.row_weight
-        weights = jnp.ones(classes, jnp.float32) if self.class_weight is None else self.class_weight
-        factor = self._factor() / classes * weights
-        if d_weight is not None:
-            row_sum = (row_weight[:, None] * self._rows()).sum(0)
-            factors = jnp.expand_dims(jnp.pad(factor, (0, d_weight.shape[axis] - classes)), 1 - axis)
-            summed = d_weight.astype(jnp.float32) + factors * jnp.expand_dims(row_sum, axis)
-            d_weight = summed.astype(d_weight.dtype)
+        """Returns d_weight, (V, D) or (D, V), with the terms of all classes, unless `start_head` added them, and d_bias
+        (K,) with its terms."""
+        if d_weight is not None and not plan_of(self.problem).fits_float16:
+            d_weight = (d_weight.astype(jnp.float32) + self._of_weight()).astype(d_weight.dtype)
         if d_bias is not None:
-            d_bias = d_bias + factor * row_weight.sum()
+            d_bias = d_bias + self._class_factors() * self._scaled(self.problem.row_weight.sum())
         return d_weight, d_bias
+
+    def _of_weight(self) -> Array:
+        classes, axis, vocab = self.problem.classes, self.problem.vocab_axis, self.problem.linear_weight.shape
+        row_sum = self._scaled((self.problem.row_weight[:, None] * self._rows()).sum(0))
+        factors = jnp.expand_dims(jnp.pad(self._class_factors(), (0, vocab[axis] - classes)), 1 - axis)
+        return factors * jnp.expand_dims(row_sum, axis)
+
+    def _class_factors(self) -> Array:
+        classes = self.problem.classes
+        weights = jnp.ones(classes, jnp.float32) if self.class_weight is None else self.class_weight
+        return self._factor() / classes * weights
+
+    def _scaled(self, of_head: Array) -> Array:
+        return of_head if self.scales is None else of_head * self.scales[1]
 
     def _factor(self) -> float:
         return -self.epsilon * self.problem.spec.logit_scale

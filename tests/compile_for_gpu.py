@@ -1,8 +1,8 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "float16", "none", "saved", "eval", "token_loss", "token_entropy",
-"token_stats", "grad_into" or "split_head"), n, d, v, vocab_axis and implementation.
+a JSON list of dicts with the keys mode ("train", "float16", "float16_smoothing", "none", "saved", "eval", "token_loss",
+"token_entropy", "token_stats", "grad_into" or "split_head"), n, d, v, vocab_axis and implementation.
 """
 
 import json
@@ -32,7 +32,9 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def loss(x: jax.Array, w: jax.Array, y: jax.Array, reduction: Any = "mean") -> jax.Array:
-        return linear_cross_entropy(x, w, y, reduction=reduction, vocab_axis=vocab_axis, implementation=implementation)
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+        smoothing = 0.1 if mode == "float16_smoothing" else 0.0
+        return linear_cross_entropy(x, w, y, reduction=reduction, label_smoothing=smoothing, **options)
 
     def token_loss(x: jax.Array, w: jax.Array, y: jax.Array, *per_token: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
@@ -72,10 +74,10 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
 
     head = (v, d) if vocab_axis == 0 else (d, v)
     donated: tuple[int, ...] = ()
-    dtype = jnp.float16 if mode == "float16" else jnp.bfloat16
+    dtype = jnp.float16 if mode in ("float16", "float16_smoothing") else jnp.bfloat16
     arguments = [shape((n, d), dtype), shape(head, dtype), shape((n,), jnp.int32)]
     function: Any = loss
-    if mode in ("train", "float16"):
+    if mode in ("train", "float16", "float16_smoothing"):
         function = jax.value_and_grad(loss, argnums=(0, 1))
     elif mode in ("token_loss", "token_entropy"):
         function, arguments = (

@@ -304,11 +304,12 @@ def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
 
 
 def run_float16() -> None:
-    """Runs cases of float16 whose exponentials leave its range, in one chunk and in several, and counts these rows."""
-    scale = FP16_LOSS_SCALE["sum"]
+    """Runs cases of float16 whose exponentials leave its range, in one chunk and in several, and counts these rows.
+    Runs label smoothing with fewer gradients, and with class weights below the range."""
+    scale, smooth = FP16_LOSS_SCALE["sum"], LossSpec("sum", label_smoothing=0.2)
     for case in (
         # The targets are in class blocks of a tile whose other classes have most of the probability.
-        Case(name="shifted", dtype="float16", logit_std=12.0, lead=(50,), spec=LossSpec("sum"), loss_scale=scale),
+        Case(name="shifted", dtype="float16", logit_std=12.0, lead=(50,), spec=smooth, loss_scale=scale),
         Case(
             name="shifted-chunks",
             dtype="float16",
@@ -324,6 +325,27 @@ def run_float16() -> None:
         with core_triton.range_report() as report:
             print_budget_used(case, make_arrays(case))
         say(name=case.name, used={}, shifted=report.shifted_rows, rows=report.rows, repaired=report.repaired_blocks)
+    mean = LossSpec(label_smoothing=0.2)  # whose gradients have other scales than 1
+    half: dict[str, Any] = {"dtype": "float16", "lead": (40,), "spec": mean, "loss_scale": FP16_LOSS_SCALE["mean"]}
+    for case in (
+        Case(name="smooth-frozen_input", **half, frozen=("input",), has_bias=True, tight_memory=True),
+        Case(name="smooth-frozen_weight", **half, frozen=("linear_weight",), has_bias=True),
+        Case(name="smooth-into", **{**half, "loss_scale": 1.0}, grad_into=True, has_bias=True, vocab_axis=1),
+    ):
+        print_budget_used(case, make_arrays(case))
+    made, weight = problem(40, 24, 300, dtype=torch.float16), torch.linspace(0.5, 2.0, 300)
+    losses = [
+        core_triton.linear_cross_entropy(
+            made["input"],
+            made["linear_weight"],
+            made["target"],
+            weight=factor * weight,
+            label_smoothing=0.3,
+            implementation=Running.implementation,
+        )
+        for factor in (1.0, 2.0**-20)
+    ]
+    say(name="smooth-small", used={"loss": 0.0 if torch.equal(*losses) else 200.0})
 
 
 # Writes.
@@ -669,10 +691,10 @@ def run_chunks() -> None:
     x += 2  # the sum of the rows is large, as is its term of label smoothing
     target = torch.arange(100) % 47
 
-    def gradients(smoothing: float, budget: int | None) -> list[Tensor]:
-        head = [w.clone().requires_grad_(), torch.linspace(-1, 1, 300).bfloat16().requires_grad_()]
+    def gradients(dtype: torch.dtype, smoothing: float, budget: int | None) -> list[Tensor]:
+        head = [one.to(dtype, copy=True).requires_grad_() for one in (w, torch.linspace(-1, 1, 300))]
         loss = core_triton.linear_cross_entropy(
-            x,
+            x.to(dtype),
             head[0],
             target,
             linear_bias=head[1],
@@ -683,12 +705,12 @@ def run_chunks() -> None:
         )
         return list(torch.autograd.grad(loss, head))
 
-    for smoothing in (0.0, 0.3):
-        of_budget = partial(gradients, smoothing)
+    for dtype, smoothing in ((torch.bfloat16, 0.0), (torch.bfloat16, 0.3), (torch.float16, 0.3)):
+        of_budget = partial(gradients, dtype, smoothing)
         found, want = of_budget(least_budget(of_budget)), of_budget(None)
         for name, few, one in zip(("d_weight", "d_bias"), found, want, strict=True):
-            used = {name: 100 * error(few.float().numpy(), one.float().numpy()) / 2**-7}
-            say(name=f"{name}, smoothing {smoothing}", used=used)
+            used = {name: 100 * error(few.float().numpy(), one.float().numpy()) / torch.finfo(dtype).eps}
+            say(name=f"{name}, {dtype}, smoothing {smoothing}", used=used)
 
 
 # Token losses.

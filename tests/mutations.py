@@ -595,13 +595,12 @@ STORED_LOGITS = (
 SMOOTHING = (
     Mutation("core_triton/smoothing.py", "theta + scale * factor * mean_weight", "theta", EDGES),
     Mutation("core_triton/smoothing.py", "mean_weight * target_logit - mean_logit", "target_logit - mean_logit", EDGES),
-    Mutation("core_triton/smoothing.py", "first=first)", "first=True)", tests("core_triton_interpreted", "chunks")),
-    Mutation("core_triton/smoothing.py", "self.class_weight, row, factor)", "None, row, factor)", EDGES),
+    Mutation("core_triton/smoothing.py", "self.class_weight, row, self", "None, row, self", EDGES),
     Mutation("core_triton/smoothing.py", "(factor * row_factor)[:, None]", "row_factor[:, None]", EDGES),
     Mutation("jax_pallas/smoothing.py", "loss + term, loss)", "loss, loss)", JAX_SMOOTHING),
     Mutation("jax_pallas/smoothing.py", "theta + term, theta)", "theta, theta)", JAX_SMOOTHING),
     Mutation("jax_pallas/smoothing.py", "summed = d_input.astype", "summed = 0 * d_input.astype", JAX_SMOOTHING),
-    Mutation("jax_pallas/smoothing.py", "factor = self._factor() / classes", "factor = self._factor()", JAX_SMOOTHING),
+    Mutation("jax_pallas/smoothing.py", "self._factor() / classes * w", "self._factor() * w", JAX_SMOOTHING),
 )
 INTO, JAX_INTO = ("tests/test_core_triton_grad_into.py",), ("tests/test_jax_pallas_grad_into.py",)
 SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_jax_pallas_head_precision.py",)
@@ -1022,7 +1021,7 @@ JAX_FIRST = (
 )
 
 FITS = tests("core_triton_interpreted", "fit_in_float16")
-JAX_FITS, JAX_FITS_PLAN = ("tests/test_jax_pallas_float16.py",), tests("jax_pallas_plan", "test_paths")
+JAX_FITS = ("tests/test_jax_pallas_float16.py",)
 JAX_FITS_PARTS = tests("jax_pallas_plan", "float16")
 JAX_FITS_XLA = tests("jax_pallas_recompute", "exponentials-fp16 and not cap")
 FLOAT16 = (
@@ -1046,7 +1045,6 @@ FLOAT16 = (
     Mutation("jax_pallas/float16.py", "jnp.exp2(own.astype(jnp.float32) - shift)", "jnp.exp2(-shift)", JAX_FITS),
     Mutation("jax_pallas/float16.py", "piece < IN_A_NUMBER", "piece <= IN_A_NUMBER", JAX_FITS),
     Mutation("jax_pallas/float16.py", "power_of_two(exponent) * head", "power_of_two(exponent)", JAX_FITS),
-    Mutation("jax_pallas/plan.py", "stores and not key.label_smoothing", "stores", JAX_FITS_PLAN),
     Mutation("jax_pallas/plan.py", "fits_float16 and key.d_weight and not multiplies", "False", JAX_FITS_PARTS),
     Mutation("jax_pallas/plan.py", "0 if multiplies or fits_float16 or", "0 if multiplies or", JAX_FITS_PARTS),
     Mutation(
@@ -1080,6 +1078,29 @@ FLOAT16 = (
         "jnp.where(jnp.expand_dims(part.fresh, 1 - axis), update, 0.0)",
         "update",
         JAX_FITS_XLA,
+    ),
+    # With label smoothing.
+    Mutation("core_triton/smoothing.py", "else of_head * self.scales[1]", "else of_head", FITS),
+    Mutation("core_triton/smoothing.py", "row_weight * self.scales[0]", "row_weight", FITS),
+    Mutation("core_triton/smoothing.py", "        d_weight.started = True", "", FITS),
+    Mutation("core_triton/smoothing.py", "writes=not d_weight.started", "writes=False", FITS),
+    Mutation("core_triton/smoothing.py", "weights = weights.ldexp(-power)", "power = None", FITS),
+    Mutation("core_triton/row_kernels.py", "result += tl.load(factor_ptr + row)", "result += 0 * row", FITS),
+    Mutation("core_triton/input_grad.py", "result += factor[:, None] * mean_row[None, :]", "pass", INPUT_GRAD),
+    Mutation("core_triton/input_grad.py", "if len(io.smooth) > 0:", "if len(io.smooth) > 2:", INPUT_GRAD),
+    Mutation("core_triton/hopper_gradients.py", "if in_l2 else 1\n", "\n", D_WEIGHT),
+    Mutation("jax_pallas/smoothing.py", "else of_head * self.scales[1]", "else of_head", JAX_FITS),
+    Mutation("jax_pallas/smoothing.py", "row_weight * self.scales[0]", "row_weight", JAX_FITS),
+    Mutation("jax_pallas/smoothing.py", "scales = scales[0], jnp.float32(1.0)", "pass", JAX_FITS),
+    Mutation("jax_pallas/smoothing.py", "else grad_into + terms", "else terms", JAX_FITS),
+    Mutation(
+        "jax_pallas/plan.py", "not (fits_float16 and key.label_smoothing)", "True", tests("jax_pallas_plan", "starts")
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "if io.smooth is not None:",
+        "if False:",
+        tests("jax_pallas_hopper_gradients", "test_d_input and tails"),
     ),
 )
 

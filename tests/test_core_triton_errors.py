@@ -280,7 +280,8 @@ def test_cublas_computes_d_weight_where_our_kernels_cannot_write_it(device: str,
         (torch.bfloat16, {"memory_budget": 2**22}, "recompute"),  # no chunk of exponentials fits
         (torch.bfloat16, {"memory_budget": 2**26, "tokens": 100}, "scaled_exp"),  # all rows
         (torch.float16, {}, "scaled_exp"),
-        (torch.float16, {"label_smoothing": 0.1}, "recompute"),
+        (torch.float16, {"label_smoothing": 0.1}, "scaled_exp"),
+        (torch.float16, {"label_smoothing": 0.1, "softcap": 30.0}, "recompute"),
         (torch.float32, {}, "stored_logits"),
         (torch.bfloat16, {"implementation": "chunked"}, "chunked"),
     ],

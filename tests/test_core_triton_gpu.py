@@ -73,8 +73,9 @@ def test_case(implementation: str, name: str, printed: Printed) -> None:
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(("deviation", "shifted", "repaired"), [(1.0, 0.05, 0), (8.0, 0.95, 0.9), (40.0, 1.0, 1)])
 @pytest.mark.parametrize("budget", [2**25, 2**29], ids=["32 MiB", "512 MiB"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_exponentials_fit_in_float16(
-    implementation: Any, deviation: float, shifted: float, repaired: float, budget: int
+    implementation: Any, deviation: float, shifted: float, repaired: float, budget: int, smoothing: float
 ) -> None:
     """Compares with float64, over chunks and class blocks. `shifted` and `repaired` are the most that is expected."""
     n, d, v = 2000, 256, 5001
@@ -82,7 +83,8 @@ def test_exponentials_fit_in_float16(
     x, w = (torch.randn(rows, d, device=DEVICE, generator=generator) for rows in (n, v))
     x, w = (x * deviation).half().requires_grad_(), (w / d**0.5).half().requires_grad_()
     target = torch.randint(0, v, (n,), device=DEVICE, generator=generator)
-    options: dict[str, Any] = {"memory_budget": budget, "implementation": implementation}
+    options: dict[str, Any] = {"memory_budget": budget, "implementation": implementation, "label_smoothing": smoothing}
+    assert core_triton.explain(x, w, **options).plan.path == "scaled_exp"
     with core_triton.range_report() as report:
         loss = core_triton.linear_cross_entropy(x, w, target, **options)
     (loss * 1024).backward()
@@ -90,7 +92,7 @@ def test_exponentials_fit_in_float16(
     assert report.shifted_rows <= shifted * n
     assert report.repaired_blocks <= repaired * report.blocks
     exact = [one.detach().double().requires_grad_() for one in (x, w)]
-    wanted = F.cross_entropy(exact[0] @ exact[1].T, target)
+    wanted = F.cross_entropy(exact[0] @ exact[1].T, target, label_smoothing=smoothing)
     (wanted * 1024).backward()
     assert abs(loss.item() - wanted.item()) < 1e-5 * wanted.item()
     for one, other in zip((x, w), exact, strict=True):

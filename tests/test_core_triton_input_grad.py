@@ -94,13 +94,13 @@ CASES: list[dict[str, Any]] = [
     {"rows": 300, "d": 200, "classes": 523, "multiprocessors": 2, "transposed": True},
     {"rows": 140, "d": 131, "classes": 523, "multiprocessors": 9, "transposed": True, "active": 17},
     {"rows": 300, "d": 264, "classes": 517, "multiprocessors": 7, "transposed": True, "tails": True},
-    {"rows": 300, "d": 264, "classes": 517, "multiprocessors": 8, "capability": 89, "tails": True},
+    {"rows": 300, "d": 264, "classes": 517, "multiprocessors": 8, "capability": 89, "tails": True, "smooth": True},
     {"rows": 20, "d": 128, "classes": 5, "multiprocessors": 1, "transposed": True},
     {"rows": 20, "d": 128, "classes": 5, "multiprocessors": 1, "capability": 89},
     {"rows": 130, "d": 136, "classes": 65, "multiprocessors": 5, "transposed": True},
     {"rows": 130, "d": 136, "classes": 129, "multiprocessors": 5, "splits_tiles": False},
     {"rows": 130, "d": 136, "classes": 64, "multiprocessors": 5, "active": 0},
-    {"rows": 300, "d": 200, "classes": 523, "multiprocessors": 3, "capability": 90, "active": 270},
+    {"rows": 300, "d": 200, "classes": 523, "multiprocessors": 3, "capability": 90, "active": 270, "smooth": True},
     {"rows": 140, "d": 200, "classes": 777, "multiprocessors": 3, "capability": 90, "active": 130, "piece": 256},
     {"rows": 300, "d": 264, "classes": 517, "multiprocessors": 8, "capability": 90, "transposed": True, "tails": True},
     {
@@ -159,7 +159,8 @@ def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPat
         made = hopper_gradients.d_input_launch(problem, plan.scaled_exp_config, *in_pieces(e, case["piece"], 16))
     else:
         module = hopper_gradients if capability == 90 else ampere_gradients
-        made = module.d_input_launch(problem, plan.scaled_exp_config, e)
+        made = module.d_input_launch(problem, plan.scaled_exp_config, e, smooth="smooth" in case)
+    factor, mean_row = torch.randn(tokens, generator=generator), torch.randn(d, generator=generator)
     with mock.patch.object(input_grad, "launch", runner(capability, late=late)):
         input_grad.store_d_input(
             made,
@@ -173,6 +174,7 @@ def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPat
             target=At(target, START),
             order=At(order, START),
             d_input=d_input,
+            smooth=(At(factor, START), mean_row) if "smooth" in case else None,
         )
     chunk = slice(START, START + active)
     halves = w_or_zero
@@ -181,6 +183,8 @@ def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPat
         halves = high + (w_or_zero - high).bfloat16().double()
     wanted = rho[chunk, None].double() * (e[:active].double() @ halves)
     wanted += theta[chunk, None].double() * w_or_zero[target[chunk].clamp(max=classes - 1)]
+    if "smooth" in case:
+        wanted += factor[chunk, None].double() * mean_row.double()
     written = order[chunk]
     found = d_input[written]
     if active > 1:
@@ -208,6 +212,7 @@ D_WEIGHT_CASES: list[dict[str, Any]] = [
     {"rows": 300, "d": 200, "classes": 523, "first": True, "capability": 90, "active": 250},
     {"rows": 300, "d": 264, "classes": 523, "first": False, "capability": 90, "active": 129},
     {"rows": 600, "d": 136, "classes": 300, "first": False, "capability": 90, "gpu": "h200"},
+    {"rows": 600, "d": 8, "classes": 300, "first": False, "capability": 90, "gpu": "h200", "in_l2": False},
     {"rows": 300, "d": 196, "classes": 523, "first": True, "capability": 90, "active": 250, "sum": torch.float32},
     {"rows": 300, "d": 260, "classes": 523, "first": False, "capability": 90, "active": 129, "sum": torch.float32},
     {"rows": 20, "d": 4, "classes": 5, "first": False, "capability": 90, "sum": torch.float32, "dtype": torch.float16},
@@ -251,13 +256,14 @@ def test_d_weight(case: dict[str, Any], late: bool) -> None:
     wanted = stored[:computed, :classes].double().T @ x[:computed].double() * 2.0**power
     wanted += 0 if first else total[:classes].double()
     module = hopper_gradients if capability == 90 else ampere_gradients
+    adds = {"in_l2": case.get("in_l2", True)} if capability == 90 else {}
     with mock.patch.object(module, "launch", runner(capability, late=late)):
         numbers = torch.tensor([[0, 0], [START + active, power]], dtype=torch.int32)
         count = Active(At(numbers, 1) if power else numbers[1, 0], START, int(first))
-        module.add_d_weight(problem, stored[:, :classes], held, count, total[:classes], first=first)
+        module.add_d_weight(problem, stored[:, :classes], held, count, total[:classes], first=first, **adds)
     if sum_dtype == torch.float32:
         torch.testing.assert_close(total[:classes].double(), wanted, rtol=1e-5, atol=1e-4)
-    elif "gpu" in case:  # added in L2, so rounded twice
+    elif "gpu" in case and case.get("in_l2", True):  # rounded twice
         close(total[:classes], wanted)
     else:
         # Rounded once: the float32 sums differ from those of float64 where they are close to the middle of two numbers.

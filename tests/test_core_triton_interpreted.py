@@ -144,7 +144,7 @@ def test_reference_exponents_that_are_too_low_are_repaired(results: Results) -> 
 @pytest.mark.parametrize("program", [quick("float16")])
 def test_exponentials_fit_in_float16(results: Results) -> None:
     assert_within_budget(results)
-    shifted, chunks, repaired = results[1::2]
+    shifted, chunks, repaired = (result for result in results if "shifted" in result)
     # Most rows are not shifted, because the sample of the classes has logits near the largest.
     assert all(0 < one["shifted"] < one["rows"] / 2 and not one["repaired"] for one in (shifted, chunks))
     assert repaired["repaired"] == 1

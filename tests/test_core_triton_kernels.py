@@ -467,6 +467,7 @@ SPILLS = {
         "HAS_SOFTCAP)": 72
     },
     (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
+    (80, "smoothing-fp16"): {"ampere_gradients.smooth_d_input_kernel(; W_BY_CLASS)": 8},
     (80, "stats-transposed"): {"ampere_logits.exponentials_kernel(; STORES,HAS_SOFTCAP,STATISTICS=1)": 32},
     # All statistics of token losses together.
     (90, "token-stats"): {
@@ -585,6 +586,7 @@ def calls_of(shape: str) -> tuple[Call, ...]:
         Call("train", shape, torch.float32),
         Call("train", shape, head=torch.float32),
         Call("train", shape, smoothing=0.1, class_weight=True),
+        Call("train", shape, torch.float16, smoothing=0.1, class_weight=True),
         Call("entropy", shape),
         Call("rows", shape),
         Call("rows", shape, needs_grad=(True, False)),

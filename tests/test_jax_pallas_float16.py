@@ -1,15 +1,20 @@
 """Tests what plan A needs for the range of float16, without matmuls. test_jax_pallas_scaled_exp.py has these."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax_problem import planned
 
 from jax_pallas import float16, row_kernels
 from jax_pallas.hopper_common import PIECE, PIECES
+from jax_pallas.problem import NeedsGrad, Problem
 from jax_pallas.row_kernels import CallRows, Exponentials
 from jax_pallas.slicing import Slice
+from jax_pallas.smoothing import Smoothing
+from linear_ce.spec import LossSpec
 
 
 def test_a_class_block_has_two_numbers_of_shifts() -> None:
@@ -62,3 +67,39 @@ def test_fit(scales: Any, pieces: float16.Pieces) -> None:
         wanted = np.where(rho[:, None] == 0, 0, x[2:] * (rho * 2.0**most)[:, None] * second)
         np.testing.assert_allclose(np.asarray(got.x[2:], np.float64) * float(got.power), wanted, rtol=1e-3, atol=1e-14)
         np.testing.assert_array_equal(got.x[:2], x[:2])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_terms_of_label_smoothing_have_the_scales_of_the_gradients(axis: int) -> None:
+    """Each gradient has its own scale, and d_weight with grad_into none. A row that does not contribute is NaN."""
+    n, d, v, classes, scales = 6, 64, 328, 300, (jnp.float32(64.0), jnp.float32(8.0))
+    random = np.random.default_rng(0)
+    x, w = (random.standard_normal(shape).astype(np.float16) for shape in ((n, d), (v, d)))
+    x[2] = np.nan
+    row_weight = np.array([1 / 3, 0.5, 0.0, -0.25, 1.0, 0.125], np.float32)
+    class_weight = np.linspace(0.5, 2.0, classes, dtype=np.float32)
+    spec = LossSpec("sum", label_smoothing=0.2, logit_scale=0.7, vocab_size=classes)
+    head, target = jnp.asarray(w if axis == 0 else w.T), jnp.zeros(n, jnp.int32)
+    arrays = jnp.asarray(x), head, None, target, jnp.asarray(row_weight), jnp.asarray(class_weight)
+    ours = Problem(*arrays, spec, classes, vocab_axis=axis)
+    ours = planned(ours, "loss_and_gradients", "mosaic", NeedsGrad(True, True, True))
+    of_class, factor = class_weight.astype(np.float64) / classes, -0.2 * 0.7
+    contributes = row_weight != 0
+    row_sum = row_weight[contributes].astype(np.float64) @ x[contributes].astype(np.float64)
+    wanted = np.pad(8 * factor * of_class[:, None] * row_sum, ((0, v - classes), (0, 0)))
+    smoothing = Smoothing.of(ours, scales)
+    assert smoothing is not None
+    of_row, mean_row = smoothing.of_input(ours.row_weight)
+    np.testing.assert_allclose(of_row, 64 * factor * row_weight, rtol=1e-6)
+    np.testing.assert_allclose(mean_row, of_class @ w[:classes].astype(np.float64), rtol=1e-4, atol=1e-6)
+    d_weight = smoothing.start_head(None)
+    assert d_weight.dtype == jnp.float16
+    np.testing.assert_allclose(jnp.moveaxis(d_weight, axis, 0), wanted, rtol=1e-3, atol=1e-6)
+    same, d_bias = smoothing.add_to_head(d_weight, jnp.ones(classes))
+    assert same is d_weight
+    assert d_bias is not None
+    np.testing.assert_allclose(d_bias, 1 + 8 * factor * of_class * row_weight.sum(), rtol=1e-6)
+    into = jnp.ones(head.shape)
+    smoothing = Smoothing.of(replace(ours, grad_into=into), scales)
+    assert smoothing is not None
+    np.testing.assert_allclose(jnp.moveaxis(smoothing.start_head(into), axis, 0), 1 + wanted / 8, rtol=1e-5)

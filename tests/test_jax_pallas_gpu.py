@@ -195,6 +195,23 @@ def reference_exponents_that_are_too_low_are_repaired() -> None:
 
 
 @checked
+def label_smoothing_of_float16() -> None:
+    """One chunk, and several. With a factor rows are shifted, or computed again."""
+    for vocab_axis, factor in ((0, 1), (1, 1), (0, 8), (0, 40)):
+        x, w, y = drawn(2000, 256, 5056, vocab_axis)
+        x, w, y = x.astype(jnp.float16) * factor, w.astype(jnp.float16), jnp.where(jnp.arange(2000) % 7 == 3, -100, y)
+        shared: dict[str, Any] = {"label_smoothing": 0.2, "vocab_axis": vocab_axis}
+        want = exact(x, w, y, **shared)
+        for budget in (None, 2**24):
+            options = {**shared, "memory_budget": budget}
+            assert "path: scaled_exp" in str(explain(x, w, implementation=IMPLEMENTATION, **options))
+            value, gradients = loss_and_gradients(**options)(x, w, y)
+            assert_close(value, want[0], 1e-5)
+            assert_close(gradients, want[1], 6e-4)
+            assert_same(loss_and_gradients(**options)(x, w, y), (value, gradients))
+
+
+@checked
 def a_first_chunk_in_the_memory_of_d_weight() -> None:
     """All rows, and most of them and another chunk. With a factor they are repaired."""
     for n, d, mebibytes, factor in ((700, 768, 16, 1), (1000, 1024, 24, 1), (700, 768, 16, 200)):

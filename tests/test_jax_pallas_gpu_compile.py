@@ -214,10 +214,13 @@ def test_a_first_chunk_in_the_memory_of_d_weight_copies_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "axis"), [(QWEN, 0), (LLAMA, 1)])
-def test_float16_compiles_and_fits(shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
-    found = compile_all([("float16", 8192, *shape, axis)], "h200", "mosaic", tmp_path)
-    check(found, {"float16": DEFAULT_MEMORY_BUDGET})
+@pytest.mark.parametrize(
+    ("mode", "shape", "axis"),
+    [("float16", QWEN, 0), ("float16", LLAMA, 1), ("float16_smoothing", LLAMA, 0), ("float16_smoothing", QWEN, 1)],
+)
+def test_float16_compiles_and_fits(mode: str, shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
+    found = compile_all([(mode, 8192, *shape, axis)], "h200", "mosaic", tmp_path)
+    check(found, {mode: DEFAULT_MEMORY_BUDGET})
     names = ("exponentials", "statistics", "d_weight", "d_input")
     check_kernels(tmp_path, *names, *(f"{name}_kernel" for name in ("pick", "repair", "finish_rows", "align")))
 

@@ -289,12 +289,15 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(3)
     rho, theta = (rng.standard_normal(sizes.rows).astype(np.float32) for _ in range(2))
     rho[::5], theta[::7] = 0, 0
+    factor, mean_row = (rng.standard_normal(size).astype(np.float32) for size in (sizes.rows, sizes.hidden))
+    smooth = (jnp.asarray(factor), jnp.asarray(mean_row)) if name in ("split", "tails", "transposed, split") else None
     w, held, e = sizes.bfloat16(sizes.vocab, sizes.hidden), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.e()
     own = np.arange(sizes.start, sizes.start + sizes.rows)
     expected = np.where(rho == 0, 0, rho)[:, None] * (
         float64(e)[: sizes.rows, : sizes.classes] @ float64(w)[: sizes.classes]
     )
     expected += theta[:, None] * float64(held)[own]
+    expected += 0 if smooth is None else factor[:, None].astype(np.float64) * mean_row
     w = w.at[sizes.classes :].set(jnp.nan)
     e = e.at[: sizes.rows : 5].set(jnp.nan)
     held = held.at[own[::7]].set(jnp.nan)
@@ -307,6 +310,7 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         jnp.int32(sizes.start),
         classes=sizes.classes,
         vocab_axis=sizes.vocab_axis,
+        smooth=smooth,
         interpret=True,
         schedule=schedule,
     )
@@ -314,7 +318,7 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     close(found[own], expected)
     others = np.setdiff1d(np.arange(sizes.tokens), own)
     assert (found[others] == held[others]).all()
-    assert not float64(found)[own][(rho == 0) & (theta == 0)].any()
+    assert smooth is not None or not float64(found)[own][(rho == 0) & (theta == 0)].any()
 
 
 # Each of these takes other branches of the loader, of the last step's classes and of the fix-up.

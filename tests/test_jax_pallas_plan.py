@@ -67,7 +67,8 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"stage": "row_gradients", "memory_budget": 2**26, "n": 100}, "scaled_exp", True),  # all rows
         ({"stage": "row_gradients", "implementation": "chunked"}, "chunked", False),
         ({"dtype": "float16"}, "scaled_exp", True),
-        ({"dtype": "float16", "label_smoothing": 0.1}, "recompute", False),
+        ({"dtype": "float16", "label_smoothing": 0.1}, "scaled_exp", True),
+        ({"dtype": "float16", "label_smoothing": 0.1, "softcap": True}, "recompute", False),
         ({"dtype": "float16", "implementation": "pallas_triton", "device": AMPERE}, "scaled_exp", False),
         ({"dtype": "float16", "implementation": "pallas_triton", "grad_into": True}, "recompute", False),
         ({"dtype": "float16", "implementation": "pallas_triton", "classes": 151900}, "recompute", False),
@@ -100,6 +101,8 @@ def test_paths(options: dict[str, Any], path: str, ours: bool) -> None:
         ({"n": 1024}, False),  # one chunk
         ({"classes": 151936 - 192}, False),  # a tile of padding, which must become zeros
         ({"stage": "losses"}, False),
+        ({"dtype": "float16", "n": 2048}, True),
+        ({"dtype": "float16", "n": 2048, "label_smoothing": 0.1}, False),  # d_weight has begun
         ({"implementation": "pallas_triton", "device": AMPERE}, False),
     ],
 )

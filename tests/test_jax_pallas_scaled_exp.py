@@ -39,6 +39,7 @@ from linear_ce.statistics import BY_ROW, LSE, MAX, OF_LOGITS
 
 EVERYTHING = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
 OPTIONS = {"softcap": 3.0, "z_loss_weight": 0.1, "logit_scale": 0.7}
+SMOOTHED = {"label_smoothing": 0.3, "z_loss_weight": 0.1, "logit_scale": 0.7}
 
 # N, D, V, classes, vocab_axis, rows of a chunk, options. The cases include a number of tokens that is not a multiple of
 # 8, a hidden size of one column of tiles, a single row, and a vocabulary that is not a multiple of a TMA tile.
@@ -199,7 +200,8 @@ def test_split_head(n: int, v: int, classes: int, vocab_axis: int, adds: bool, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("vocab_axis", "deviation", "options"), [(0, 0.3, OPTIONS), (1, 2.0, {}), (0, 8.0, {}), (0, 60.0, {})]
+    ("vocab_axis", "deviation", "options"),
+    [(0, 0.3, OPTIONS), (1, 2.0, {}), (0, 8.0, {}), (0, 60.0, {}), (1, 0.3, SMOOTHED), (0, 8.0, SMOOTHED)],
 )
 def test_float16(vocab_axis: int, deviation: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks, whose gradients carry powers of two. With a large deviation rows are shifted or computed again."""
