@@ -210,7 +210,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_every_plan_by_triton_kernels[exponentials-cap-dv]",
         *(
             f"test_every_plan_by_triton_kernels[exponentials-fp16-{name}]"
-            for name in ("cap", "repaired", "frozen", "sharp", "sharp-none")
+            for name in ("cap", "repaired", "frozen", "sharp", "sharp-none", "smoothing")
         ),
     ),
     # The remaining case has every option. test_jax_pallas_kernels.py tests the other axis.

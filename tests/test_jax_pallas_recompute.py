@@ -77,6 +77,16 @@ EVERY_DAY = [
         **SHARED,
         **{**FP16, "spec": LossSpec("none"), "loss_scale": FP16_LOSS_SCALE["none"]},
     ),
+    Case(
+        name="exponentials-fp16-smoothing",
+        logit_std=3.5,
+        vocab_axis=1,
+        tight_memory=True,
+        ignored="some",
+        poison=("ignored_rows",),
+        **{**SHARED, "lead": (60,)},
+        **{**FP16, "spec": LossSpec("sum", label_smoothing=0.2)},
+    ),
     Case(name="none", spec=LossSpec("none"), **SHARED, **BF16),
 ]
 
