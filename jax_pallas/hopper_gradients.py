@@ -8,7 +8,7 @@ of 128 and not of 256. As in `hopper_logits.py` one warpgroup loads and two mult
 
 `d_input_kernel` follows a split-K schedule (`tile_config.SplitKSchedule`). A work unit of a program is a whole tile,
 or a part of one, whose partial tile, float32, goes to a slot in memory (`work_unit_of`). The fix-up,
-`d_input_sum_kernel`, adds the partial tiles of a tile in order.
+`d_input_sum_kernel`, adds the partial tiles of a tile in order. Both finish rows in `input_grad.py`.
 """
 
 import math
@@ -26,10 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_pallas.first_chunk import FirstChunk, memory_of
 from jax_pallas.hopper_common import (
     BLOCK_V,
-    COLUMN,
     PIECE,
     PIECES,
-    ROW,
     STAGES,
     PairRing,
     Ring,
@@ -54,7 +52,7 @@ from jax_pallas.hopper_common import (
     zero_piece,
 )
 from jax_pallas.hopper_split_head import HEAD_STAGES, head_slot, multiply_split_unit
-from jax_pallas.input_grad import WorkUnit, num_work_units, work_unit_of
+from jax_pallas.input_grad import DInputIO, WorkUnit, d_input_sum_kernel, finish, num_work_units, work_unit_of
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
 
 
@@ -563,21 +561,6 @@ def load_d_input(
     wait_for_all(ring.empty, STAGES)  # in the interpreter each phase of a barrier must be waited for
 
 
-class DInputIO(NamedTuple):
-    """The memory that `finish` reads and writes."""
-
-    start: Any  # the chunk's first row of held
-    rho_ref: Any  # (rows of the tiles,)
-    theta_ref: Any
-    held_ref: Any  # (N, D)
-    moved: Any  # a buffer for each warpgroup, (2, piece, HALF), as TMA takes it
-    buffers: Any  # as registers do
-    came: Any  # (2,): what was held is in the buffer
-    low_ref: Any = None  # (n, D): what is added to the chunk's rows of held
-    low_views: Any = None  # its buffers, as TMA and as registers take them
-    smooth: Any = None  # (rows of the tiles,) and (columns of the tiles,): their product is added
-
-
 def d_input_warpgroup(
     kernel: DInputKernel, ring: Ring, head: PairRing | None, spare: Any, warpgroup: Array, io: DInputIO, part_ref: Any
 ) -> None:
@@ -634,39 +617,6 @@ def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
     return acc[...]
 
 
-def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
-    """Writes rho * sums + theta * held, of (64, rows) sums of columns of D and rows of the chunk from d and row on.
-
-    The terms of label smoothing are added, if any.
-    """
-    warpgroup, rows = lax.axis_index("warpgroup"), sums.shape[1]
-    moved, buffer = (view.at[warpgroup] for view in (io.moved, io.buffers))
-    place = io.held_ref.at[pl.ds(io.start + row, rows), pl.ds(d, HALF)]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.copy_gmem_to_smem(place, moved, io.came.at[warpgroup])
-    if io.low_ref is not None:
-        source = io.low_ref.at[pl.ds(row, rows), pl.ds(d, HALF)]
-        plgpu.copy_gmem_to_smem(source, io.low_views[0].at[warpgroup], io.came.at[warpgroup])
-    plgpu.barrier_wait(io.came.at[warpgroup])
-    buffer = buffer.transpose((1, 0))
-    total, held = jnp.zeros_like(sums), plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
-    if io.low_ref is not None:
-        low = plgpu.load(io.low_views[1].at[warpgroup].transpose((1, 0)), layout=plgpu.Layout.WGMMA)
-        held = held.astype(jnp.float32) + low.astype(jnp.float32)
-    for ref, term in (io.rho_ref, sums), (io.theta_ref, held):
-        factor = plgpu.load(ref.at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
-        factor = lax.broadcast_in_dim(factor, sums.shape, (1,))
-        total += jnp.where(factor == 0, 0.0, factor * term.astype(jnp.float32))
-    if io.smooth is not None:
-        factor = plgpu.load(io.smooth[0].at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
-        mean_row = plgpu.load(io.smooth[1].at[pl.ds(d, HALF)], layout=ROW, optimized=False)
-        total += lax.broadcast_in_dim(factor, sums.shape, (1,)) * lax.broadcast_in_dim(mean_row, sums.shape, (0,))
-    plgpu.commit_smem()  # all have read it
-    buffer[...] = total.astype(io.held_ref.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(moved, place)
-
-
 def d_input_kernel(
     kernel: DInputKernel, start_ref: Any, e_ref: Any, w_ref: Any, rho_ref: Any, theta_ref: Any, held_ref: Any,
     *rest: Any,
@@ -692,44 +642,6 @@ def d_input_kernel(
     multiply_units = partial(d_input_warpgroup, kernel, ring, head, spare, warpgroup, io, part_ref)
     # The index is read again here: with one read the machine code is not the one that was measured.
     as_roles(lax.axis_index("warpgroup"), load, multiply_units)
-
-
-def d_input_sum_kernel(
-    kernel: DInputKernel, start_ref: Any, part_ref: Any, rho_ref: Any, theta_ref: Any, held_ref: Any, *rest: Any
-) -> None:  # fmt: skip
-    """The fix-up: adds the partial tiles of a piece of a split tile, in order, and finishes it."""
-    schedule, piece = kernel.schedule, kernel.piece
-    smooth, rest = (rest[:2], rest[2:]) if kernel.smooths else (None, rest)
-    low = ()
-    if kernel.splits_head:
-        low = rest[0], views(rest[-1], interpret=kernel.interpret)
-        rest = rest[1:-1]
-    buffers, came = rest
-    warpgroup, index, i = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_index("piece")
-    row, d = kernel.tile_at(schedule.full_waves * programs() + index)
-
-    def part(slot: Any) -> Array:
-        where = slot, pl.ds(warpgroup * HALF, HALF), pl.ds(i * piece, piece)
-        return plgpu.load(part_ref.at[where], layout=plgpu.Layout.WGMMA, optimized=False)
-
-    total = part(index)
-    for k in range(1, schedule.split_factor):
-        total += part(k * schedule.split_tiles + index)
-    if schedule.tail_programs:
-        first = schedule.split_factor * schedule.split_tiles + index
-        total += part(first)
-        if schedule.tail_factor > 1:
-
-            def add(k: Any, total: Array) -> Array:
-                return total + part(first + k * schedule.last_tails)
-
-            split = index >= schedule.split_tiles - schedule.last_tails
-            total = lax.fori_loop(1, jnp.where(split, schedule.tail_factor, 1), add, total)
-    row, d = row + i * piece, d + warpgroup * HALF
-    moved, buffers = views(buffers, interpret=kernel.interpret)
-    io = DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low, smooth=smooth)
-    finish(io, total, row, d)
-    plgpu.wait_smem_to_gmem(0)
 
 
 @partial(jax.jit, static_argnames=("classes", "vocab_axis", "most", "interpret", "schedule", "batch_invariant"))

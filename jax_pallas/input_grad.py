@@ -1,12 +1,19 @@
-"""How the programs of the Hopper kernel of d_input divide its tiles: the work units of a `SplitKSchedule`."""
+"""How the programs of the Hopper kernel of d_input divide its tiles, the work units of a `SplitKSchedule`, and finish
+its rows. The kernel is in `hopper_gradients.py`."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_pallas import hopper_common
-from jax_pallas.tile_config import SplitKSchedule
+from jax_pallas.hopper_common import COLUMN, ROW, views
+from jax_pallas.tile_config import HALF, SplitKSchedule
+
+if TYPE_CHECKING:
+    from jax_pallas.hopper_gradients import DInputKernel
 
 
 class WorkUnit(NamedTuple):
@@ -62,3 +69,89 @@ def num_work_units(schedule: SplitKSchedule) -> Any:
         tails = schedule.tail_waves + jnp.where(worker < schedule.tail_factor * schedule.last_tails, 1, 0)
         found = jnp.where((worker >= 0) & (worker < schedule.tail_programs), tails, found)
     return schedule.full_waves + found
+
+
+class DInputIO(NamedTuple):
+    """The memory that `finish` reads and writes."""
+
+    start: Any  # the chunk's first row of held
+    rho_ref: Any  # (rows of the tiles,)
+    theta_ref: Any
+    held_ref: Any  # (N, D)
+    moved: Any  # a buffer for each warpgroup, (2, piece, HALF), as TMA takes it
+    buffers: Any  # as registers do
+    came: Any  # (2,): what was held is in the buffer
+    low_ref: Any = None  # (n, D): what is added to the chunk's rows of held
+    low_views: Any = None  # its buffers, as TMA and as registers take them
+    smooth: Any = None  # (rows of the tiles,) and (columns of the tiles,): their product is added
+
+
+def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
+    """Writes rho * sums + theta * held, of (64, rows) sums of columns of D and rows of the chunk from d and row on.
+
+    The terms of label smoothing are added, if any.
+    """
+    warpgroup, rows = lax.axis_index("warpgroup"), sums.shape[1]
+    moved, buffer = (view.at[warpgroup] for view in (io.moved, io.buffers))
+    place = io.held_ref.at[pl.ds(io.start + row, rows), pl.ds(d, HALF)]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.copy_gmem_to_smem(place, moved, io.came.at[warpgroup])
+    if io.low_ref is not None:
+        source = io.low_ref.at[pl.ds(row, rows), pl.ds(d, HALF)]
+        plgpu.copy_gmem_to_smem(source, io.low_views[0].at[warpgroup], io.came.at[warpgroup])
+    plgpu.barrier_wait(io.came.at[warpgroup])
+    buffer = buffer.transpose((1, 0))
+    total, held = jnp.zeros_like(sums), plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
+    if io.low_ref is not None:
+        low = plgpu.load(io.low_views[1].at[warpgroup].transpose((1, 0)), layout=plgpu.Layout.WGMMA)
+        held = held.astype(jnp.float32) + low.astype(jnp.float32)
+    for ref, term in (io.rho_ref, sums), (io.theta_ref, held):
+        factor = plgpu.load(ref.at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
+        factor = lax.broadcast_in_dim(factor, sums.shape, (1,))
+        total += jnp.where(factor == 0, 0.0, factor * term.astype(jnp.float32))
+    if io.smooth is not None:
+        factor = plgpu.load(io.smooth[0].at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
+        mean_row = plgpu.load(io.smooth[1].at[pl.ds(d, HALF)], layout=ROW, optimized=False)
+        total += lax.broadcast_in_dim(factor, sums.shape, (1,)) * lax.broadcast_in_dim(mean_row, sums.shape, (0,))
+    plgpu.commit_smem()  # all have read it
+    buffer[...] = total.astype(io.held_ref.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(moved, place)
+
+
+def d_input_sum_kernel(
+    kernel: "DInputKernel", start_ref: Any, part_ref: Any, rho_ref: Any, theta_ref: Any, held_ref: Any, *rest: Any
+) -> None:  # fmt: skip
+    """The fix-up: adds the partial tiles of a piece of a split tile, in order, and finishes it."""
+    schedule, piece = kernel.schedule, kernel.piece
+    smooth, rest = (rest[:2], rest[2:]) if kernel.smooths else (None, rest)
+    low = ()
+    if kernel.splits_head:
+        low = rest[0], views(rest[-1], interpret=kernel.interpret)
+        rest = rest[1:-1]
+    buffers, came = rest
+    warpgroup, index, i = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_index("piece")
+    row, d = kernel.tile_at(schedule.full_waves * hopper_common.programs() + index)
+
+    def part(slot: Any) -> Array:
+        where = slot, pl.ds(warpgroup * HALF, HALF), pl.ds(i * piece, piece)
+        return plgpu.load(part_ref.at[where], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    total = part(index)
+    for k in range(1, schedule.split_factor):
+        total += part(k * schedule.split_tiles + index)
+    if schedule.tail_programs:
+        first = schedule.split_factor * schedule.split_tiles + index
+        total += part(first)
+        if schedule.tail_factor > 1:
+
+            def add(k: Any, total: Array) -> Array:
+                return total + part(first + k * schedule.last_tails)
+
+            split = index >= schedule.split_tiles - schedule.last_tails
+            total = lax.fori_loop(1, jnp.where(split, schedule.tail_factor, 1), add, total)
+    row, d = row + i * piece, d + warpgroup * HALF
+    moved, buffers = views(buffers, interpret=kernel.interpret)
+    io = DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low, smooth=smooth)
+    finish(io, total, row, d)
+    plgpu.wait_smem_to_gmem(0)

@@ -182,7 +182,7 @@ TRITON_KERNELS = (
     ),
     Mutation(
         "core_triton/scaled_exp.py",
-        "first and not d_weight.adds",
+        "first and not d_weight.started",
         "first",
         tests("core_triton_kernels", "all_chunks_add"),
     ),
@@ -369,7 +369,7 @@ PALLAS_KERNELS = (
         tests("jax_pallas_hopper_gradients", "test_d_weight and steps-0"),
     ),
     Mutation(
-        "jax_pallas/hopper_gradients.py",
+        "jax_pallas/input_grad.py",
         "0.0, factor * term.astype",
         "0.0, term.astype",
         tests("jax_pallas_hopper_gradients", "test_d_input and whole"),
@@ -609,8 +609,8 @@ WAVES = tests("core_triton_head_precision", "whole_waves")
 HEAD_COPY = tests("core_triton_interpreted", "copies_of_a_head")
 SPLIT_CASES = tests("core_triton_interpreted", "edges-bfloat16 and not sm80")
 HEAD_FLOAT32 = (
-    Mutation("core_triton/problem.py", "if self.adds or not first:", "if not first:", INTO),
-    Mutation("core_triton/problem.py", "first=first and not self.adds)", "first=first)", INTO),
+    Mutation("core_triton/problem.py", "if self.started or not first:", "if not first:", INTO),
+    Mutation("core_triton/problem.py", "first=first and not self.started)", "first=first)", INTO),
     Mutation("core_triton/grad_into.py", "        self.done = True\n", "        self.done = False\n", INTO),
     Mutation("core_triton/grad_into.py", "            one == 1,\n", "            one == one,\n", INTO),
     Mutation("core_triton/grad_into.py", "grad_into is not None and hooks(True)", "False", INTO),
@@ -996,7 +996,10 @@ JAX_FIRST = (
         JAX_FIRST_CHUNK,
     ),
     Mutation(
-        "jax_pallas/kernels.py", "*of_targets, *statistics, others_ref)", "*of_targets, *statistics)", JAX_FIRST_CHUNK
+        "jax_pallas/kernels.py",
+        "*of_targets, *statistics, others_ref=others_ref)",
+        "*of_targets, *statistics)",
+        JAX_FIRST_CHUNK,
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
@@ -1097,7 +1100,7 @@ FLOAT16 = (
         "jax_pallas/plan.py", "not (fits_float16 and key.label_smoothing)", "True", tests("jax_pallas_plan", "starts")
     ),
     Mutation(
-        "jax_pallas/hopper_gradients.py",
+        "jax_pallas/input_grad.py",
         "if io.smooth is not None:",
         "if False:",
         tests("jax_pallas_hopper_gradients", "test_d_input and tails"),

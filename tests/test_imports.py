@@ -202,7 +202,7 @@ ONE_FRAMEWORK_ONLY = {
         "padded_hidden",  # JAX makes no padded copies for TMA
         *("choose_ampere_tile", "DInputTiling", "choose_d_input_tiling"),  # Pallas has no such kernels
         *("TritonTile", "triton_tile", "unaligned"),  # a separate backend from the Hopper kernels
-        *("schedule_of", "d_input_scratch"),  # the rows of a tile are chosen too
+        *("schedule_of", "d_input_scratch", "d_input_sizes"),  # the rows of a tile are chosen too
         "cdiv",  # in PyTorch, launch.py defines it
         *("first_chunk_room", "first_chunk_pieces"),  # in PyTorch a row of d_weight has room for as many rows
     },
