@@ -251,35 +251,6 @@ def store_rows(matrix, stride, values, stored, row, column, rows, columns):
 
 
 @triton.jit
-def store_exponentials(
-    e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class, values, stored, row, column,
-    rows, columns, BY_ROW: tl.constexpr,
-):  # fmt: skip
-    """Writes the tile of exponentials at (row, column) of a vocabulary chunk to where `Stores` says. With BY_ROW only
-    the rows where `stored` is True."""
-    if others_matrix is None:
-        store_tile(e_matrix, e_stride, values, stored, row, column, rows, columns, BY_ROW)
-    else:
-        column += first_class
-        if column < piece:
-            store_tile(e_matrix, e_stride, values, stored, row, column, rows, piece, BY_ROW)
-        else:
-            first = (column // piece - 1) * piece_rows
-            store_tile(
-                others_matrix, others_stride, values, stored, first + row, column % piece, first + rows, piece, BY_ROW
-            )
-
-
-@triton.jit
-def store_tile(matrix, stride, values, stored, row, column, rows, columns, BY_ROW: tl.constexpr):
-    """`store_block`, or with BY_ROW `store_rows`."""
-    if BY_ROW:
-        store_rows(matrix, stride, values, stored, row, column, rows, columns)
-    else:
-        store_block(matrix, stride, values, row, column, rows, columns)
-
-
-@triton.jit
 def logits_tile(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
     W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -387,6 +358,35 @@ def fit_in_float16(at, rows, exponentials, total, inside, STATISTICS: tl.constex
     return exponentials * tl.exp2(-shift)[:, None]
 
 
+@triton.jit
+def store_e(
+    e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class, values, stored, row, column,
+    rows, columns, BY_ROW: tl.constexpr,
+):  # fmt: skip
+    """Writes the tile of exponentials at (row, column) of a vocabulary chunk to where `Stores` says. With BY_ROW only
+    the rows where `stored` is True."""
+    if others_matrix is None:
+        store_tile(e_matrix, e_stride, values, stored, row, column, rows, columns, BY_ROW)
+    else:
+        column += first_class
+        if column < piece:
+            store_tile(e_matrix, e_stride, values, stored, row, column, rows, piece, BY_ROW)
+        else:
+            first = (column // piece - 1) * piece_rows
+            store_tile(
+                others_matrix, others_stride, values, stored, first + row, column % piece, first + rows, piece, BY_ROW
+            )
+
+
+@triton.jit
+def store_tile(matrix, stride, values, stored, row, column, rows, columns, BY_ROW: tl.constexpr):
+    """`store_block`, or with BY_ROW `store_rows`."""
+    if BY_ROW:
+        store_rows(matrix, stride, values, stored, row, column, rows, columns)
+    else:
+        store_block(matrix, stride, values, row, column, rows, columns)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, others_matrix, others_stride, bias_ptr, target_ptr,
@@ -434,7 +434,7 @@ def exponentials_kernel(
                 exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
             if SHIFTS & STATISTICS:
                 exponentials = fit_in_float16(at, rows, exponentials, total, inside, STATISTICS)
-            store_exponentials(
+            store_e(
                 e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class, exponentials,
                 inside, row, column, rows, classes, False,
             )  # fmt: skip
@@ -555,7 +555,7 @@ def repair_kernel(
                         exponentials = fit_in_float16(at, rows, exponentials, total, redone, STATISTICS)
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-                    store_exponentials(
+                    store_e(
                         e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class,
                         exponentials, redone, row, column, rows, classes, BY_ROW,
                     )  # fmt: skip

@@ -121,7 +121,7 @@ def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None = None
     zeros = count.new_empty(chunks * (row_blocks + 2 + plan.fits_float16))
     flags = zeros[2 * chunks :][: chunks * row_blocks]
     half = plan.tile.block_n // 2
-    if plan.hopper and not plan.casts_head and (rows >= half or chunks <= 1):
+    if plan.hopper and not plan.casts_head and rows >= min(half, len(target)):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
         class_blocks = cdiv(problem.classes, plan.tile.block_v)
         hit = count.new_empty(cdiv(cdiv(len(target), rows) * _half_tiles(problem, rows) + class_blocks, 4))
