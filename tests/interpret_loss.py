@@ -49,6 +49,7 @@ from core_triton import (
     tile_config,
     token_losses,
 )
+from core_triton.first_chunk import Stores
 from core_triton.head_copy import copy_head_kernel
 from core_triton.launch import launch
 from core_triton.problem import NeedsGrad, Problem, halves, plan_of
@@ -816,15 +817,16 @@ def run_batch_invariant() -> None:
     weight = torch.randn(n, generator=generator)
     repaired: list[int] = []
 
-    def repair(*arguments: Any, e: Tensor | None, **options: Any) -> None:
-        before = None if e is None else e.clone()
-        if e is not None:
-            e.fill_(7.0)
+    def repair(*arguments: Any, e: Stores, **options: Any) -> None:
+        stored = e.first
+        before = None if stored is None else stored.clone()
+        if stored is not None:
+            stored.fill_(7.0)
         REPAIR(*arguments, e=e, **options)
-        if e is not None and before is not None:
-            redone = (e != 7).any(1)
+        if stored is not None and before is not None:
+            redone = (stored != 7).any(1)
             repaired.append(int(redone.sum()))
-            e[~redone] = before[~redone]
+            stored[~redone] = before[~redone]
 
     def row_by_row(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         for i in range(len(a)):
