@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton.ampere_common import MMA, Steps, multiply_tile, store_tile
+from core_triton.first_chunk import Stores
 from core_triton.gluon_common import (
     add_exponentials,
     add_logits,
@@ -125,7 +126,7 @@ def exponentials(
     statistics: int,
     of_logits: At | None,
     target_logit: At,
-    e: Tensor | None,
+    e: Stores,
 ) -> None:
     """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
     plan = plan_of(problem)
@@ -142,5 +143,5 @@ def exponentials(
     n_by_v, n_by_d, v_by_d = (tile.block_n, tile.block_v), (tile.block_n, tile.block_d), (tile.block_v, tile.block_d)
     blocks = TileBlocks(n_by_d, v_by_d, n_by_v, constexprs, pointers=True, programs=None)
     pointers = target, ref_exponent, flag, sums, of_logits, target_logit
-    switches = {"STORES": e is not None, "STATISTICS": statistics}
-    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)
+    switches = {"STORES": e.first is not None, "STATISTICS": statistics}
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e.first,), pointers, switches, blocks)

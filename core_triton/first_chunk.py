@@ -12,6 +12,22 @@ from torch import Tensor
 from core_triton.launch import cdiv
 
 
+class Stores(NamedTuple):
+    """Where kernels store the exponentials of a vocabulary chunk. All but `first` are None if there is one piece.
+
+    Args:
+        first: (n, v) of the chunk, or (n, P) of the first piece; None if nothing is stored.
+        others: ((pieces - 1) M, P) of the other pieces, one below the other.
+        piece: P.
+        piece_rows: M.
+    """
+
+    first: Tensor | None
+    others: Tensor | None = None
+    piece: int | None = None
+    piece_rows: int | None = None
+
+
 class StoredExponentials(NamedTuple):
     """The exponentials of a chunk of n rows: (n, K), or by pieces of the classes for the first chunk that is computed.
 
@@ -22,7 +38,8 @@ class StoredExponentials(NamedTuple):
     Args:
         first: (n, P), the first piece, or (n, K).
         others: (pieces - 1, M, P), of which the first n rows of M are used; None if there is one piece. M P is the size
-            of a piece of d_weight.
+            of a piece of d_weight. Kernels write whole row blocks, so M is at least n rounded up to these. P is a
+            multiple of the classes of a tile, so each tile is in one piece.
     """
 
     first: Tensor
@@ -36,10 +53,20 @@ class StoredExponentials(NamedTuple):
         others = memory[: (pieces - 1) * piece * (memory.numel() // len(d_weight))].view(pieces - 1, -1, piece)
         return cls(stored.view(-1)[: n * piece].view(n, piece), others)
 
-    def pieces(self, classes: int) -> list[slice]:
-        """Returns the classes of each piece."""
+    def pieces(self, classes: int, most: int | None = None) -> list[slice]:
+        """Returns the classes of each piece, or of its parts of at most `most` classes."""
         piece = self.first.shape[1]
-        return [slice(start, min(start + piece, classes)) for start in range(0, classes, piece)]
+        step = min(most or piece, piece)
+        ends = {first: min(first + piece, classes) for first in range(0, classes, piece)}
+        starts = [(start, end) for first, end in ends.items() for start in range(first, end, step)]
+        return [slice(start, min(start + step, end)) for start, end in starts]
+
+    def stores(self, vocab_chunk: slice) -> "Stores":
+        """Returns where kernels store the exponentials of any classes."""
+        if self.others is None:
+            return Stores(self.first[:, vocab_chunk])
+        _, piece_rows, piece = self.others.shape
+        return Stores(self.first, self.others.view(-1, piece), piece, piece_rows)
 
     def of(self, vocab_chunk: slice) -> Tensor:
         """Returns the exponentials (n, v) of classes of one piece."""

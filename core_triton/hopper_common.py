@@ -26,7 +26,10 @@ MULTIPLY_REGISTERS = gl.constexpr(232)
 LOAD_REGISTERS = gl.constexpr(40)
 
 # Nothing is gained by a compilation for each.
-NOT_SPECIALIZED = ["start", "least", "first_class", "rows", "hidden", "classes", "group"]
+NOT_SPECIALIZED = [
+    *("start", "least", "first_class", "rows", "hidden", "classes", "group"),
+    *("piece", "piece_rows"),
+]
 
 
 class Ring(NamedTuple):
@@ -149,10 +152,18 @@ def make_buffers(desc):
 def store_quarter(desc, buffers, quarter, row, column, WHICH: gl.constexpr, i: gl.constexpr):
     """Stores the quarter `i` of a tile through one of the warpgroup's two buffers. Values outside of `desc` are not
     stored."""
+    buffer = fill_buffer(buffers, quarter, WHICH, i, 1)
+    tma.async_copy_shared_to_global(desc, [row, column], buffer)
+
+
+@gluon.jit
+def fill_buffer(buffers, quarter, WHICH: gl.constexpr, i: gl.constexpr, STORES: gl.constexpr):
+    """Writes the quarter `i` of a tile to one of the warpgroup's two buffers, and returns it. Each quarter is stored
+    STORES times."""
     buffer = buffers.index(2 * WHICH + i % 2)
-    tma.store_wait(1)  # the store before the last has read this buffer
+    tma.store_wait(STORES)  # the stores of the quarter before the last have read this buffer
     gl.thread_barrier()
-    buffer.store(quarter.to(desc.dtype))
+    buffer.store(quarter.to(buffers.dtype))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(desc, [row, column], buffer)
+    return buffer

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from core_triton import tile_config
+from core_triton.first_chunk import StoredExponentials
 from core_triton.gluon_common import active_rows, chunk_power, halves, quarters
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
@@ -274,14 +275,12 @@ def load_e(e_desc, others, row, k, bar, stage):
     if len(others) == 0:
         tma.async_copy_global_to_shared(e_desc, [row, k], bar, stage)
     else:
-        others_desc, last_desc, piece, piece_rows, last = others
+        others_desc, piece, piece_rows = others
         if k < piece:
             tma.async_copy_global_to_shared(e_desc, [row, k], bar, stage)
-        elif k < last:
+        else:
             first = (k // piece - 1) * piece_rows
             tma.async_copy_global_to_shared(others_desc, [first + row, k % piece], bar, stage)
-        else:
-            tma.async_copy_global_to_shared(last_desc, [row, k - last], bar, stage)
 
 
 @gluon.jit
@@ -395,8 +394,8 @@ def d_input_kernel(
     w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
     d_input_ptr, count_ptr, start, rows, hidden, classes,
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
-    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr, others_desc=None, last_desc=None, piece=None, piece_rows=None,
-    last=None, factor_ptr=None, mean_row_ptr=None,
+    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr, others_desc=None, piece=None, piece_rows=None, factor_ptr=None,
+    mean_row_ptr=None,
 ):  # fmt: skip
     """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a work unit is a
     whole tile of BLOCK_N rows x 128 columns. Other units write a partial tile, float32, to their slot of part
@@ -406,8 +405,8 @@ def d_input_kernel(
     which row of d_input (N, D) a row is. Rows past count - start are not written. A float32 w is the sum of two
     matrices of e's dtype (`multiply_split`).
 
-    With others_desc, e has the first `piece` classes, last_desc (rows, classes - last) those from `last` on, and
-    others_desc (pieces * piece_rows, piece) those between them: the rows from p * piece_rows on are of piece p + 1.
+    With others_desc, e has the first `piece` classes, and others_desc (pieces * piece_rows, piece) the others: the rows
+    from p * piece_rows on are of piece p + 1. Past the last class they are 0 up to the next multiple of a step.
 
     With mean_row (D,) float32, factor * mean_row is added, with factor (rows,) float32.
     """
@@ -424,7 +423,7 @@ def d_input_kernel(
     )  # fmt: skip
     others = ()
     if others_desc is not None:
-        others = (others_desc, last_desc, piece, piece_rows, last)
+        others = (others_desc, piece, piece_rows)
     gl.warp_specialize(
         [
             (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS, 0)),
@@ -436,11 +435,11 @@ def d_input_kernel(
     )
 
 
-@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields, "piece", "piece_rows", "last"])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields])
 def d_input_of_pieces_kernel(
-    w_desc, e_desc, others_desc, last_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
-    weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
-    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, piece, piece_rows, last,
+    w_desc, e_desc, others_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride,
+    weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, piece, piece_rows,
     STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
 ):  # fmt: skip
     """`d_input_kernel` where the exponentials are in pieces of the classes, another kernel for the reasons of
@@ -449,7 +448,7 @@ def d_input_of_pieces_kernel(
         w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
         d_input_ptr, count_ptr, start, rows, hidden, classes,
         full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
-        STAGES, W_BY_CLASS, others_desc, last_desc, piece, piece_rows, last,
+        STAGES, W_BY_CLASS, others_desc, piece, piece_rows,
     )  # fmt: skip
 
 
@@ -466,24 +465,21 @@ def smooth_d_input_kernel(
         w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
         d_input_ptr, count_ptr, start, rows, hidden, classes,
         full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
-        STAGES, W_BY_CLASS, None, None, None, None, None, factor_ptr, mean_row_ptr,
+        STAGES, W_BY_CLASS, None, None, None, factor_ptr, mean_row_ptr,
     )  # fmt: skip
 
 
 def d_input_launch(
-    problem: Problem, config: ScaledExpConfig, e: Tensor, others: Tensor | None = None, *, smooth: bool = False
+    problem: Problem, config: ScaledExpConfig, stored: StoredExponentials, *, smooth: bool = False
 ) -> DInputLaunch:
-    """Returns what `input_grad.store_d_input` launches. `others` are of `StoredExponentials`, None with `smooth`."""
+    """Returns what `input_grad.store_d_input` launches. `stored` is not in pieces with `smooth`."""
     step, w = tile_config.D_INPUT_STEP, problem.linear_weight[: problem.classes]
     head, block, by_class = head_with_contiguous_rows(w, (step, tile_config.D_BLOCK // 2))
-    of_e = config.d_input_rows, step
+    of_e, (e, others, piece, piece_rows) = (config.d_input_rows, step), stored.stores(slice(0, problem.classes))
     matrices = Blocks(head, block, gluon=True), Blocks(e, of_e, gluon=True)
     stages = tile_config.D_INPUT_SPLIT_STAGES if problem.spec.splits_head else tile_config.D_INPUT_STAGES
     constexprs = {"STAGES": stages, "W_BY_CLASS": by_class, "num_warps": 4}
     if others is None:
         return DInputLaunch(smooth_d_input_kernel if smooth else d_input_kernel, matrices, (), constexprs)
-    pieces, piece_rows, piece = others.shape
-    last = pieces * piece
-    end = others[-1, : len(e), : problem.classes - last]  # past the last class there are no zeros
-    matrices = *matrices, Blocks(others.view(-1, piece), of_e, gluon=True), Blocks(end, of_e, gluon=True)
-    return DInputLaunch(d_input_of_pieces_kernel, matrices, (piece, piece_rows, last), constexprs)
+    matrices = *matrices, Blocks(others, of_e, gluon=True)
+    return DInputLaunch(d_input_of_pieces_kernel, matrices, (piece, piece_rows), constexprs)

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from core_triton import tile_config
+from core_triton.first_chunk import Stores
 from core_triton.gluon_common import (
     active_rows,
     add_exponentials,
@@ -32,6 +33,7 @@ from core_triton.hopper_common import (
     NOT_SPECIALIZED,
     Sizes,
     Tiling,
+    fill_buffer,
     finish,
     load_tiles,
     make_buffers,
@@ -65,6 +67,8 @@ from linear_ce.statistics import BY_ROW
 
 # A tile's steps are in parts. Between parts a quarter of the exponentials of the tile before is stored.
 PARTS = gl.constexpr(5)
+
+OUTSIDE = gl.constexpr(2**30)  # a row of no matrix
 
 
 class Head(NamedTuple):
@@ -148,15 +152,25 @@ class Done(NamedTuple):
 
 
 @gluon.jit
-def store_done(e_desc, buffers, done, WHICH: gl.constexpr, i: gl.constexpr):
-    """Stores the quarter `i` of a tile."""
+def store_done(e_desc, others, buffers, done, WHICH: gl.constexpr, i: gl.constexpr):
+    """Stores the quarter `i` of a tile. With `others`, e has the first piece, and these the other pieces: `Stores`."""
     WIDTH: gl.constexpr = e_desc.block_type.shape[1]
-    store_quarter(e_desc, buffers, done.quarters[i], done.row, done.column + i * WIDTH, WHICH, i)
+    column = done.column + i * WIDTH
+    if len(others) == 0:
+        store_quarter(e_desc, buffers, done.quarters[i], done.row, column, WHICH, i)
+    else:
+        # Of these two stores, one is outside and has no effect. A branch spills up to 112 bytes of registers.
+        others_desc, piece, piece_rows = others
+        number = column // piece
+        buffer = fill_buffer(buffers, done.quarters[i], WHICH, i, 2)
+        tma.async_copy_shared_to_global(e_desc, [done.row, column], buffer)
+        row = done.row + (number - 1) * piece_rows
+        tma.async_copy_shared_to_global(others_desc, [row, column - number * piece], buffer)
 
 
 @gluon.jit
 def multiply_and_store(
-    ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constexpr, tiling, e_desc, buffers, done
+    ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constexpr, tiling, e_desc, others, buffers, done
 ):
     """As `multiply`. The tile before is stored meanwhile, a quarter after each part of the steps but the last."""
     STAGES: gl.constexpr = ring.b.shape[0]
@@ -170,13 +184,13 @@ def multiply_and_store(
             acc = multiply_step(acc, ring, stage, phase, step > 0, WHICH, tiling)
             stage, phase = next_stage(stage, phase, STAGES)
         if part < PARTS - 1:
-            store_done(e_desc, buffers, done, WHICH, part)
+            store_done(e_desc, others, buffers, done, WHICH, part)
     acc = finish(acc, ring, stage)
     return acc, stage, phase
 
 
 @gluon.jit
-def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switches, WHICH: gl.constexpr):
+def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tiling, switches, WHICH: gl.constexpr):
     HALF: gl.constexpr = ring.a.shape[1]
     WIDTH: gl.constexpr = tiling.block_v // 4
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiling.block_v, 16])
@@ -187,7 +201,10 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
     if switches.stores:
         zeros = gl.zeros([HALF, WIDTH], e_desc.dtype, quarter)
         # Outside: the first stores are dropped.
-        done = Done((zeros, zeros, zeros, zeros), row_blocks * 0, class_blocks * tiling.block_v)
+        first_row = row_blocks * 0
+        if len(others) != 0:
+            first_row += OUTSIDE
+        done = Done((zeros, zeros, zeros, zeros), first_row, class_blocks * tiling.block_v)
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
@@ -196,7 +213,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
             hits = gl.load(io.hit_ptr + (2 * row_block + WHICH).to(gl.int64) * class_blocks + class_block)
         if switches.stores:
             raw, stage, phase = multiply_and_store(
-                ring, stage, phase, sizes.hidden, layout, WHICH, tiling, e_desc, buffers, done
+                ring, stage, phase, sizes.hidden, layout, WHICH, tiling, e_desc, others, buffers, done
             )
         else:
             raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
@@ -229,6 +246,8 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
                     found, exponentials = fit_in_float16(found, exponentials, total, i)
                 packed = packed + (exponentials.to(e_desc.dtype),)
         if switches.stores:
+            if len(others) != 0 and io.hit_ptr is None:  # else these are all classes, and the sum would spill registers
+                column += sizes.first_class
             done = Done(packed, row, column)
         out = class_block.to(gl.int64) * sizes.rows + row_ids
         gl.store(io.sum_ptr + out, total, mask=inside)
@@ -238,14 +257,15 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
             store_statistics(io.max_ptr, found, class_block, row_ids, sizes.rows, inside, switches.statistics)
     if switches.stores:
         for i in gl.static_range(4):
-            store_done(e_desc, buffers, done, WHICH, i)
+            store_done(e_desc, others, buffers, done, WHICH, i)
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr,
-    hit_ptr, count_ptr, start, least, first_class, rows, hidden, classes, group, scale, softcap,
+    x_desc, w_desc, e_desc, others_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr,
+    target_logit_ptr, hit_ptr, count_ptr, start, least, piece, piece_rows,
+    first_class, rows, hidden, classes, group, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -260,10 +280,13 @@ def exponentials_kernel(
     buffers = ring.a  # never used where nothing is stored
     if STORES:
         buffers = make_buffers(e_desc)
+    others = ()
+    if others_desc is not None:
+        others = (others_desc, piece, piece_rows)
     gl.warp_specialize(
         [
-            (exponentials_warpgroup, (ring, e_desc, buffers, io, head, sizes, tiling, switches, 0)),
-            (exponentials_warpgroup, (ring, e_desc, buffers, io, head, sizes, tiling, switches, 1)),
+            (exponentials_warpgroup, (ring, e_desc, others, buffers, io, head, sizes, tiling, switches, 0)),
+            (exponentials_warpgroup, (ring, e_desc, others, buffers, io, head, sizes, tiling, switches, 1)),
             (load_tiles, (x_desc, w_desc, ring, sizes, tiling)),
         ],
         [4, 1],
@@ -285,13 +308,14 @@ def exponentials(
     statistics: int,
     of_logits: At | None,
     target_logit: At,
-    e: Tensor | None,
+    e: Stores,
     hit: At | None,
 ) -> None:
     """Launches `exponentials_kernel`."""
-    pointers = target, ref_exponent, flag, sums, of_logits, target_logit, hit, *active
-    switches = {"STORES": e is not None, "STATISTICS": statistics}
-    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
+    first, others, *place = e
+    pointers = target, ref_exponent, flag, sums, of_logits, target_logit, hit, *active, *place
+    switches = {"STORES": first is not None, "STATISTICS": statistics}
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, _blocks(problem))
 
 
 class StatisticsIO(NamedTuple):

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core_triton import row_math
+from core_triton.first_chunk import Stores
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from linear_ce import statistics as bits
@@ -48,7 +49,8 @@ TOP_EXPONENT = 13  # of the largest exponential of a row of float16 that is comp
 
 NOT_SPECIALIZED = [  # nothing is gained by a compilation for each
     *("first_class", "rows", "hidden", "classes", "group"),
-    *("x_stride", "w_stride", "e_stride", "d_logits_stride"),
+    *("x_stride", "w_stride", "e_stride", "others_stride", "d_logits_stride"),
+    *("piece", "piece_rows"),
 ]
 
 # Of a chunk; its address is a multiple of 4.
@@ -356,10 +358,40 @@ def fit_in_float16(at, rows, exponentials, total, inside, STATISTICS: tl.constex
     return exponentials * tl.exp2(-shift)[:, None]
 
 
+@triton.jit
+def store_e(
+    e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class, values, stored, row, column,
+    rows, columns, BY_ROW: tl.constexpr,
+):  # fmt: skip
+    """Writes the tile of exponentials at (row, column) of a vocabulary chunk to where `Stores` says. With BY_ROW only
+    the rows where `stored` is True."""
+    if others_matrix is None:
+        store_tile(e_matrix, e_stride, values, stored, row, column, rows, columns, BY_ROW)
+    else:
+        column += first_class
+        if column < piece:
+            store_tile(e_matrix, e_stride, values, stored, row, column, rows, piece, BY_ROW)
+        else:
+            first = (column // piece - 1) * piece_rows
+            store_tile(
+                others_matrix, others_stride, values, stored, first + row, column % piece, first + rows, piece, BY_ROW
+            )
+
+
+@triton.jit
+def store_tile(matrix, stride, values, stored, row, column, rows, columns, BY_ROW: tl.constexpr):
+    """`store_block`, or with BY_ROW `store_rows`."""
+    if BY_ROW:
+        store_rows(matrix, stride, values, stored, row, column, rows, columns)
+    else:
+        store_block(matrix, stride, values, row, column, rows, columns)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
-    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
+    x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, others_matrix, others_stride, bias_ptr, target_ptr,
+    ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, piece, piece_rows,
+    first_class, rows, hidden, classes, group, scale, softcap,
     STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -368,9 +400,9 @@ def exponentials_kernel(
 
     Reads x (rows, D), w (V, D) or (D, V), ref_exponent (rows,) float32 and target (rows,) int64. Writes sum (class
     blocks, rows), and target_logit (rows,) of rows whose target minus `first_class` is among these classes. With STORES
-    writes e (rows, V), times the cap's slope: (31). With STATISTICS, which is an int of `linear_ce.statistics`, writes
-    these to max (class blocks, statistics, rows). Sets flag (row blocks,) int32 where a sum is not below SUM_LIMIT: the
-    reference exponent is too low.
+    writes e (rows, V), or where `first_chunk.Stores` says, times the cap's slope: (31). With STATISTICS, which is an
+    int of `linear_ce.statistics`, writes these to max (class blocks, statistics, rows). Sets flag (row blocks,) int32
+    where a sum is not below SUM_LIMIT: the reference exponent is too low.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -402,7 +434,10 @@ def exponentials_kernel(
                 exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
             if SHIFTS & STATISTICS:
                 exponentials = fit_in_float16(at, rows, exponentials, total, inside, STATISTICS)
-            store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
+            store_e(
+                e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class, exponentials,
+                inside, row, column, rows, classes, False,
+            )  # fmt: skip
 
 
 def exponentials(
@@ -419,12 +454,13 @@ def exponentials(
     statistics: int,
     of_logits: At | None,
     target_logit: At,
-    e: Tensor | None,
+    e: Stores,
 ) -> None:
     """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
-    pointers = target, ref_exponent, flag, sums, of_logits, target_logit
-    switches = {"STORES": e is not None, "STATISTICS": statistics}
-    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
+    first, others, *place = e
+    pointers = target, ref_exponent, flag, sums, of_logits, target_logit, *place
+    switches = {"STORES": first is not None, "STATISTICS": statistics}
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, _blocks(problem))
 
 
 @triton.jit
@@ -440,8 +476,9 @@ def flagged(flag_ptr, row_blocks):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
-    x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr,
-    flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
+    x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, others_matrix, others_stride, bias_ptr, target_ptr,
+    ref_exponent_ptr, top_ptr, flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, piece, piece_rows,
+    first_class, rows, hidden, classes, group, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr,
     BY_ROW: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, TOP_EXPONENT: tl.constexpr = 0,
@@ -518,10 +555,10 @@ def repair_kernel(
                         exponentials = fit_in_float16(at, rows, exponentials, total, redone, STATISTICS)
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-                    if BY_ROW:
-                        store_rows(e_matrix, e_stride, exponentials, redone, row, column, rows, classes)
-                    else:
-                        store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
+                    store_e(
+                        e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class,
+                        exponentials, redone, row, column, rows, classes, BY_ROW,
+                    )  # fmt: skip
             else:
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
                 if draws:
@@ -548,20 +585,22 @@ def repair(
     statistics: int,
     of_logits: At | None,
     target_logit: At,
-    e: Tensor | None,
+    e: Stores,
     finds: bool,
     redoes: bool,
     by_row: bool,
 ) -> None:
     """Launches `repair_kernel`. w is a vocabulary chunk of the head in x's dtype, or of one that is split."""
-    pointers = target, ref_exponent, top, flag, ticket, sums, of_logits, target_logit
-    switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": statistics, "BY_ROW": by_row}
+    first, others, *place = e
+    pointers = target, ref_exponent, top, flag, ticket, sums, of_logits, target_logit, *place
+    stores = first is not None
+    switches = {"FINDS": finds, "REDOES": redoes, "STORES": stores, "STATISTICS": statistics, "BY_ROW": by_row}
     splits = w.dtype != x.dtype
     blocks = _blocks(problem, repair=True, splits=splits)
     if plan_of(problem).fits_float16:
         blocks.constexprs["TOP_EXPONENT"] = TOP_EXPONENT
     x = x[:, : w.shape[1]] if splits else x  # once, without the copy beside it
-    launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)
+    launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, blocks)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

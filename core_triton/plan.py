@@ -12,6 +12,7 @@ from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
+from linear_ce.chunk_cost import ROW_BLOCK
 from linear_ce.chunking import (
     LEAST_ROW_GRADIENTS,
     ChunkConfig,
@@ -397,12 +398,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             # Before the first rows are read, only the mean of the head and the class weights stay.
             smoothing = max(smoothing, fit + (key.label_smoothing != 0) * (8 * hidden + 4 * key.classes + 4 * tokens))
         copied = key.copied_bytes + smoothing
-        # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes.
+        # The rows of exponentials, in whole row blocks, that fit a row of a new d_weight, which the first chunk writes.
         room = 0
         in_kernels = d_weight_kernel and (tiling is not None or not key.d_input)
         writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
         if in_kernels and hopper and writes and x.dtype == "bfloat16":
-            room = hidden * w.itemsize // x.itemsize
+            room = hidden * w.itemsize // x.itemsize // ROW_BLOCK * ROW_BLOCK
         call = None
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(

@@ -48,7 +48,7 @@ from core_triton import (
     target_grad,
     tile_config,
 )
-from core_triton.first_chunk import StoredExponentials
+from core_triton.first_chunk import StoredExponentials, Stores
 from core_triton.float16 import Float16Rows
 from core_triton.head_copy import head_of
 from core_triton.kernels import Active
@@ -121,8 +121,7 @@ def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None = None
     zeros = count.new_empty(chunks * (row_blocks + 2 + plan.fits_float16))
     flags = zeros[2 * chunks :][: chunks * row_blocks]
     half = plan.tile.block_n // 2
-    hits = config.first_rows < len(target)  # not of a first chunk in pieces
-    if plan.hopper and not plan.casts_head and hits and (rows >= half or chunks <= 1):
+    if plan.hopper and not plan.casts_head and rows >= min(half, len(target)):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
         class_blocks = cdiv(problem.classes, plan.tile.block_v)
         hit = count.new_empty(cdiv(cdiv(len(target), rows) * _half_tiles(problem, rows) + class_blocks, 4))
@@ -455,7 +454,7 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
         top=At(rows.top, start),
         hit=rows.hit,
         hit_first=start // config.rows * _half_tiles(problem, config.rows),
-        chunk_rows=config.rows,
+        chunk_rows=config.rows if start < len(rows.order) - config.first_rows else config.first_rows,
         tile=plan.tile,
     )
     if rows.float16 is not None:
@@ -468,18 +467,6 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
             target_logit=rows.target_logit,
             ref_exponent=rows.ref_exponent,
         )
-
-
-def _vocab_chunks(problem: Problem, config: ScaledExpConfig, e: StoredExponentials | None) -> list[slice]:
-    """Returns the vocabulary chunks of the logits. Each is within one piece of the exponentials."""
-    if e is None or e.others is None:
-        return problem.vocab_chunks(config.head_rows)
-    found = list[slice]()
-    for piece in e.pieces(problem.classes):
-        step = min(config.head_rows, piece.stop - piece.start)
-        starts = range(piece.start, piece.stop, step)
-        found += [slice(start, min(start + step, piece.stop)) for start in starts]
-    return found
 
 
 def _store_exponentials(
@@ -515,19 +502,17 @@ def _store_exponentials(
             "statistics": of_logits,
             "of_logits": At(scratch, config.blocks * n + planes(statistics) * place) if of_logits else None,
             "target_logit": At(rows.target_logit, start),
-            "e": None if e is None else e.of(vocab_chunk),
+            "e": Stores(None) if e is None else e.stores(vocab_chunk),
         }
 
-    vocab_chunks, block_v = _vocab_chunks(problem, config, e), plan.tile.block_v
+    vocab_chunks, block_v = problem.vocab_chunks(config.head_rows), plan.tile.block_v
     blocks = [cdiv(vocab_chunk.stop - vocab_chunk.start, block_v) for vocab_chunk in vocab_chunks]
-    pieces = list(map(options_of, vocab_chunks, accumulate(blocks, initial=0)))
-    for vocab_chunk, options in pieces:
+    parts = list(map(options_of, vocab_chunks, accumulate(blocks, initial=0)))
+    for vocab_chunk, options in parts:
         # The head's chunk may be a copy: it is freed before the next one is made.
         if plan.hopper:
             half_tiles = _half_tiles(problem, config.rows)
-            hit = None
-            if rows.hit is not None and (e is None or e.others is None):
-                hit = At(rows.hit.view(torch.int8), number * half_tiles)
+            hit = None if rows.hit is None else At(rows.hit.view(torch.int8), number * half_tiles)
             hopper_logits.exponentials(
                 problem, x, head_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
             )
@@ -539,11 +524,10 @@ def _store_exponentials(
     whole_blocks = config.head_rows >= problem.classes or config.head_rows % block_v == 0
     reads = plan.reads_split_head and whole_blocks  # no copies, so no vocabulary chunks
     if reads:
-        whole = problem.vocab_chunks(problem.classes) if e is None else e.pieces(problem.classes)
-        pieces = [options_of(piece, piece.start // block_v) for piece in whole]
+        parts = [options_of(slice(0, problem.classes), 0)]
     # The new reference exponents need the largest logits of all vocabulary chunks.
-    for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
-        for vocab_chunk, options in pieces:
+    for finds, redoes in [(True, True)] if len(parts) == 1 else [(True, False), (False, True)]:
+        for vocab_chunk, options in parts:
             kernels.repair(
                 problem,
                 x,
@@ -730,7 +714,7 @@ def _store_d_input(
 
     if plan.d_input_tiling is not None:
         if plan.hopper:
-            made = hopper_gradients.d_input_launch(problem, config, e, stored.others, smooth=smooth is not None)
+            made = hopper_gradients.d_input_launch(problem, config, stored, smooth=smooth is not None)
         else:
             made = ampere_gradients.d_input_launch(problem, config, e, smooth=smooth is not None)
         input_grad.store_d_input(
@@ -754,7 +738,7 @@ def _store_d_input(
         within = slice(piece.start - chunk.start, piece.stop - chunk.start)
         n = within.stop - within.start
         e_w = scratch[: n * hidden].view(n, hidden)
-        for vocab_chunk in _vocab_chunks(problem, config, stored):
+        for vocab_chunk in stored.pieces(problem.classes, config.head_rows):
             casts = problem.linear_weight.dtype != e.dtype
             w = operand(head_of(problem, vocab_chunk), e.dtype) if casts else problem.operand_of(vocab_chunk)
             e_chunk = operand(stored.of(vocab_chunk)[within], e.dtype)

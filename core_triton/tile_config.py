@@ -265,6 +265,9 @@ FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d
 
 FIRST_CHUNK_TRIES = 6  # sizes of its pieces that are estimated
 
+# Times its rows, to whole row blocks: the fewest classes of a piece, if such pieces are as fast and fit.
+FIRST_CHUNK_PIECE = 4
+
 
 def choose_scaled_exp(
     *,
@@ -314,7 +317,7 @@ def choose_scaled_exp(
         batch_invariant: the order of a row's sums must not depend on the number of rows and the budget. Then tiles of
             d_input have one size and are not split, and class blocks begin at multiples of `block_v`.
         room: most rows of a first chunk with exponentials in the memory of d_weight: bytes of a row of d_weight, over
-            those of an exponential. 0: d_weight has no such memory.
+            those of an exponential, in whole row blocks. 0: d_weight has no such memory.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
@@ -369,8 +372,7 @@ def choose_scaled_exp(
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
         copied_rows = most_rows if saves or not holds else first_rows
         size += itemsize * (rows * padded(classes) * in_workspace + copied_rows * hidden) + 4 * scratch
-        whole = head_rows if needs_cast else block_v
-        piece = rows * padded(classes) // first_rows // whole * whole if first_rows else 0
+        piece = rows * padded(classes) // first_rows // block_v * block_v if first_rows else 0
         return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size, first_rows, piece)
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
@@ -407,7 +409,9 @@ def choose_scaled_exp(
         least = min((time for time, _ in timed), default=math.inf)
         if least >= (1 - FIRST_CHUNK_GAIN) * ms(usual):
             return None
-        return min((one for time, one in timed if time <= (1 + chunk_cost.TIE) * least), key=lambda one: one.bytes)
+        least_piece = FIRST_CHUNK_PIECE * -(-first_rows // ROW_BLOCK) * ROW_BLOCK
+        equal = [one for time, one in timed if time <= (1 + chunk_cost.TIE) * least]
+        return min(equal, key=lambda one: (one.piece < least_piece, one.bytes))
 
     def best(*choices: tuple[int, bool, int]) -> ScaledExpConfig | None:
         """Returns the best chunks that fit with one of `choices`; None if none fit."""

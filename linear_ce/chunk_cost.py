@@ -126,7 +126,7 @@ class Chunk(NamedTuple):
         rows: of the chunk.
         kernel_rows: rows that the kernels of logits and d_input compute.
         d_input: how d_input is computed; None if it is not.
-        piece: classes of a piece, if its logits and d_weight are computed a piece of the classes at a time; else 0.
+        piece: classes of a piece, if its d_weight is computed a piece of the classes at a time; else 0.
     """
 
     rows: int
@@ -185,13 +185,11 @@ def d_input_ns(call: Call, rows: int, found: DInput) -> float:
 
 def chunk_ns(call: Call, chunk: Chunk, *, adds: bool) -> float:
     """Returns how long a chunk takes, one that adds to d_weight or the first."""
-    total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes)
+    total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes) + logits_ns(call, chunk.kernel_rows)
     step = chunk.piece or call.classes
-    for first in range(0, call.classes, step):
+    for first in range(0, call.classes if call.d_weight else 0, step):
         piece = call._replace(classes=min(step, call.classes - first))
-        total += logits_ns(piece, chunk.kernel_rows)
-        if call.d_weight:
-            total += d_weight_ns(piece, chunk.rows, adds=adds)
+        total += d_weight_ns(piece, chunk.rows, adds=adds)
     if chunk.d_input is not None:
         total += d_input_ns(call, chunk.kernel_rows, chunk.d_input)
     return total

@@ -21,9 +21,16 @@ from triton.runtime.jit import JITFunction
 
 from core_triton.launch import At, Blocks
 
-RANGES = {"i1": (0, 1), "i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
-WIDER = ["i1", "i32", "i64", "f16", "bf16", "f32"]  # the dtype of a result is the later of two
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int32: "i32", torch.int64: "i64"}
+RANGES = {"i1": (0, 1), "i8": (-128, 127), "i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
+WIDER = ["i1", "i8", "i32", "i64", "f16", "bf16", "f32"]  # the dtype of a result is the later of two
+DTYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 class Dtype(str):
@@ -73,6 +80,10 @@ class Value:
     def __getitem__(self, index: Any) -> "Value":
         return Value(self.data[index], self.dtype)
 
+    def __invert__(self) -> "Value":
+        assert self.dtype == "i1"
+        return Value(1 - self.data, self.dtype)
+
     def reshape(self, shape: Sequence[int]) -> "Value":
         return Value(self.data.reshape(shape), self.dtype)
 
@@ -98,7 +109,7 @@ def combined(function: Callable[..., Any], *values: Any, dtype: str | None = Non
 
 def install_operators() -> None:
     arithmetic = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod}
-    for name, function in (arithmetic | {"and": np.bitwise_and}).items():
+    for name, function in (arithmetic | {"and": np.bitwise_and, "rshift": np.right_shift}).items():
         setattr(
             Value,
             f"__{name}__",
@@ -230,6 +241,12 @@ class Language:
     def zeros(self, shape: Sequence[int], dtype: str, layout: Any = None) -> Value:
         return Value(np.zeros(shape), dtype)
 
+    def zeros_like(self, value: Value) -> Value:
+        return self.zeros(value.shape, value.dtype)
+
+    def sum(self, value: Value, axis: int) -> Value:
+        return Value(value.data.sum(axis), value.dtype)
+
     def expand_dims(self, value: Value, axis: int) -> Value:
         return Value(np.expand_dims(value.data, axis), value.dtype)
 
@@ -263,13 +280,14 @@ class Language:
         values = pointer.memory.data[offsets]
         return Value(values if mask is None else np.where(inside, values, other), pointer.memory.dtype)
 
-    def store(self, pointer: Pointer, value: Value, mask: Any = None) -> None:
+    def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
         offsets, inside = pointer.places(mask)
         places, memory = offsets[inside], pointer.memory
         assert not memory.written[places].any(), "an element is written twice"
         memory.written[places] = True
         assert len(np.unique(places)) == len(places), "an element is written twice"
-        memory.data[places] = rounded(np.broadcast_to(value.data, offsets.shape)[inside], memory.dtype)
+        values = value.data if isinstance(value, Value) else value
+        memory.data[places] = rounded(np.broadcast_to(values, offsets.shape)[inside], memory.dtype)
 
     def allocate_shared_memory(self, dtype: str, shape: Sequence[int], layout: Any) -> Shared:
         return Shared(np.full(shape, np.nan, np.float32), dtype)
@@ -321,6 +339,8 @@ def run(
     memories: dict[int, Memory] = {}
 
     def value_of(argument: Any) -> Any:
+        if argument is None or isinstance(argument, float):
+            return argument
         if isinstance(argument, int):
             return Value(argument, "i32" if abs(argument) < 2**31 else "i64")
         if isinstance(argument, Blocks):

@@ -924,7 +924,10 @@ BATCH_INVARIANT = (
 
 IN_PIECES = tests("core_triton_interpreted", "pieces")
 D_INPUT_OF_PIECES = tests("core_triton_input_grad", "test_d_input and 256")
+TILES_OF_PIECES = tests("core_triton_first_chunk", "each_tile")
+LAUNCHES_OF_PIECES = tests("core_triton_first_chunk", "one_launch")
 FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
+FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_launch")
 FIRST_CHUNK = (
     Mutation("core_triton/scaled_exp.py", "in reversed(e.pieces(classes))", "in e.pieces(classes)", IN_PIECES),
     Mutation("core_triton/scaled_exp.py", "if d_input is not None and in_pieces:", "if False:", IN_PIECES),
@@ -934,9 +937,23 @@ FIRST_CHUNK = (
     ),
     Mutation("core_triton/row_kernels.py", "target < piece, place, later", "target < piece, place, place", IN_PIECES),
     Mutation("core_triton/row_kernels.py", "(target // piece - 1)", "(target // piece)", IN_PIECES),
-    Mutation("core_triton/hopper_gradients.py", "elif k < last:", "elif k < last + 1:", D_INPUT_OF_PIECES),
+    Mutation("core_triton/kernels.py", "(column // piece - 1) * piece_rows", "0", IN_PIECES),
+    Mutation("core_triton/kernels.py", "column += first_class", "column += 0", IN_PIECES),
+    Mutation("core_triton/hopper_gradients.py", "if k < piece:", "if k <= piece:", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),
-    Mutation("core_triton/hopper_gradients.py", "[row, k - last]", "[row, k - piece]", D_INPUT_OF_PIECES),
+    Mutation("core_triton/hopper_logits.py", "(number - 1) * piece_rows", "number * piece_rows", TILES_OF_PIECES),
+    Mutation("core_triton/hopper_logits.py", "column += sizes.first_class", "column += 0", TILES_OF_PIECES),
+    Mutation("core_triton/hopper_logits.py", "first_row += OUTSIDE", "first_row += 0", TILES_OF_PIECES),
+    Mutation("core_triton/hopper_logits.py", "WHICH, i, 2)", "WHICH, i, 4)", TILES_OF_PIECES),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "config.rows if start < len(rows.order) - config.first_rows else config.first_rows",
+        "config.rows",
+        LAUNCHES_OF_PIECES,
+    ),
+    Mutation("core_triton/plan.py", "x.itemsize // ROW_BLOCK * ROW_BLOCK", "x.itemsize", FIRST_CHUNK_COST),
+    Mutation("core_triton/tile_config.py", "(one.piece < least_piece, one.bytes)", "one.bytes", FIRST_CHUNK_COST),
+    Mutation("linear_ce/chunk_cost.py", "call.classes if call.d_weight else 0", "call.classes", FIRST_CHUNK_COST),
     Mutation("core_triton/tile_config.py", "max(0, -(-(tokens - room) // usual.rows))", "0", FIRST_CHUNKS),
     Mutation(
         "core_triton/plan.py",
@@ -944,7 +961,9 @@ FIRST_CHUNK = (
         "plan.chunks.rows >= enough",
         tests("chunk_cost", "needs_no_other_logits"),
     ),
-    Mutation("core_triton/tile_config.py", "// first_rows // whole * whole", "// rows // whole * whole", FIRST_CHUNKS),
+    Mutation(
+        "core_triton/tile_config.py", "// first_rows // block_v * block_v", "// rows // block_v * block_v", FIRST_CHUNKS
+    ),
     Mutation(
         "core_triton/tile_config.py", "if one.piece > 0 and one.bytes <= enough", "if one.piece > 0", FIRST_CHUNKS
     ),

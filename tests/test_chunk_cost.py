@@ -418,6 +418,34 @@ def test_the_pieces_of_a_first_chunk_fit_where_they_are_stored(head: Head) -> No
             assert made.bytes <= mebibytes * MIB
 
 
+def test_whole_row_blocks_of_a_first_chunk_fit_rows_of_d_weight() -> None:
+    """Kernels store whole row blocks, and the next rows may be those of another piece."""
+    made = plan("torch", 2850, 2880, 201088, 256 * MIB, gpu="h100").chunks
+    assert 2048 < made.first_rows <= 2816
+
+
+def test_few_pieces_are_preferred_to_less_memory() -> None:
+    for d, v in ((4096, 151936), (4096, 100278)):
+        made = plan("torch", 4096, d, v, 256 * MIB, gpu="h100").chunks
+        assert made.first_rows == 4096
+        assert made.piece >= 4 * 4096
+
+
+def test_the_logits_of_all_pieces_are_one_launch() -> None:
+    of, piece = call(), 100 * 256
+    whole = split(of, 2048)
+    of_pieces = [of._replace(classes=min(piece, of.classes - first)) for first in range(0, of.classes, piece)]
+    d_weights = sum(chunk_cost.d_weight_ns(one, 2048, adds=False) for one in of_pieces)
+    more = d_weights - chunk_cost.d_weight_ns(of, 2048, adds=False)
+    assert more > 0
+    for d_weight in (False, True):
+        one, pieces = (
+            chunk_cost.chunk_ns(of._replace(d_weight=d_weight), chunk, adds=False)
+            for chunk in (whole, whole._replace(piece=piece))
+        )
+        assert pieces - one == pytest.approx(more if d_weight else 0.0)
+
+
 def test_a_first_chunk_of_all_rows_needs_no_other_logits() -> None:
     """The workspace holds fewer rows of exponentials than the chunk has, but its gradients are plan A again."""
     for n, mebibytes in ((1500, 256), (2048, 128), (2048, 512)):

@@ -23,11 +23,12 @@ from core_triton import (
     input_grad,
     tile_config,
 )
+from core_triton.first_chunk import StoredExponentials
 from core_triton.kernels import Active
 from core_triton.launch import At
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, make_plan
 from core_triton.problem import Problem, layout_of
-from core_triton.tile_config import D_BLOCK, choose_d_input_tiling, choose_schedule, padded
+from core_triton.tile_config import CLASS_BLOCK, D_BLOCK, choose_d_input_tiling, choose_schedule, padded
 from linear_ce.spec import LossSpec
 
 MODULES = (ampere_common, ampere_gradients, gluon_common, input_grad)
@@ -69,16 +70,17 @@ def head(
     return w
 
 
-def in_pieces(e: Tensor, piece: int, more: int) -> tuple[Tensor, Tensor]:
-    """Returns exponentials as `StoredExponentials` has them. `more` rows of each later piece, and what is past the last
-    class, are NaN."""
+def in_pieces(e: Tensor, piece: int, more: int) -> StoredExponentials:
+    """Returns exponentials in pieces. `more` rows of each later piece, and what is past the tile of the last class, are
+    NaN."""
     rows, classes = e.shape
     pieces = -(-classes // piece)
     others = torch.full((pieces - 1, rows + more, piece), torch.nan, dtype=e.dtype)
     for index in range(1, pieces):
         of_piece = e[:, index * piece : (index + 1) * piece]
+        others[index - 1, :rows, : -(-of_piece.shape[1] // CLASS_BLOCK) * CLASS_BLOCK] = 0
         others[index - 1, :rows, : of_piece.shape[1]] = of_piece
-    return e[:, :piece].contiguous(), others
+    return StoredExponentials(e[:, :piece].contiguous(), others)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -155,11 +157,11 @@ def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPat
     d_input = torch.full((tokens, d), 7.0, dtype=dtype)  # float32 shows both parts of a split head
     partial_sums = torch.full((max(schedule.partial_tiles, 1) * tile_rows * D_BLOCK,), torch.nan)
     e = stored[:, :classes]
-    if "piece" in case:
-        made = hopper_gradients.d_input_launch(problem, plan.scaled_exp_config, *in_pieces(e, case["piece"], 16))
+    if capability == 90:
+        of_rows = in_pieces(e, case["piece"], 16) if "piece" in case else StoredExponentials(e)
+        made = hopper_gradients.d_input_launch(problem, plan.scaled_exp_config, of_rows, smooth="smooth" in case)
     else:
-        module = hopper_gradients if capability == 90 else ampere_gradients
-        made = module.d_input_launch(problem, plan.scaled_exp_config, e, smooth="smooth" in case)
+        made = ampere_gradients.d_input_launch(problem, plan.scaled_exp_config, e, smooth="smooth" in case)
     factor, mean_row = torch.randn(tokens, generator=generator), torch.randn(d, generator=generator)
     with mock.patch.object(input_grad, "launch", runner(capability, late=late)):
         input_grad.store_d_input(

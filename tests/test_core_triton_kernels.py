@@ -150,7 +150,8 @@ CALLS = {
     "train-options": Call("stats", "gemma2-2b", bias=True, softcap=30.0),
     "train-smoothing": Call("train", "qwen2.5-0.5b", bias=True, softcap=30.0, smoothing=0.1, class_weight=True),
     "train-long": Call("train", "long"),
-    "train-pieces": Call("train", "v256000"),
+    "train-pieces": Call("train", "n4096"),
+    "pieces-options": Call("stats", "n4096", bias=True, softcap=30.0),
     "train-transposed": Call("train", "qwen2.5-0.5b", transposed=True),
     "stats-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0),
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
@@ -215,6 +216,7 @@ LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in C
 # Compiled only for Hopper to save time. For other GPUs, the remaining calls compile kernels that differ by one switch.
 FOR_HOPPER = (
     "train-long",
+    "pieces-options",
     "train-transposed",
     "train-head32",
     "train-split",

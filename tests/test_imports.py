@@ -174,7 +174,7 @@ ONE_FRAMEWORK_ONLY = {
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
     },
     # PyTorch sees the memory of d_weight as rows of a piece of the classes. XLA would copy it, so JAX has columns.
-    "first_chunk.py": {"StoredExponentials", "FirstChunk", "memory_of", "float32_of"},
+    "first_chunk.py": {"Stores", "StoredExponentials", "FirstChunk", "memory_of", "float32_of"},
     "recompute.py": {"tma_compatible"},  # JAX arrays have no strides
     "row_math.py": {"nll_and_lse", "power_of_two", "first_of_largest"},  # XLA finishes the rows of scaled exponentials
     "saved_kernels.py": {  # XLA fuses what they do

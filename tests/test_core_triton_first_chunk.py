@@ -1,0 +1,117 @@
+"""Tests a first chunk whose exponentials are in pieces: runs the Hopper kernel of the logits in NumPy
+(`hopper_in_numpy`) and counts the launches of a call. `run_pieces` of interpret_loss.py tests its results."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import hopper_in_numpy
+import pytest
+import torch
+
+from benchmarks.launch_recorder import Launch, fake_gpu
+from core_triton import gluon_common, hopper_common, hopper_logits, kernels, ops, row_kernels
+from core_triton.first_chunk import StoredExponentials
+from core_triton.kernels import Active
+from core_triton.launch import At
+from core_triton.plan import DeviceInfo, PlanKey, make_plan
+from core_triton.problem import NeedsGrad, Problem, layout_of
+from core_triton.scaled_exp import scaled_exp
+from core_triton.tile_config import CLASS_BLOCK, ROW_BLOCK
+from linear_ce.spec import LossSpec
+
+MODULES = (hopper_common, hopper_logits, gluon_common)
+N, D, V, START = 150, 392, 700, 20  # START: the chunk's first row
+PIECE, REFERENCE = 256, 3
+
+
+def problem_of(n: int, d: int, v: int, device: str, budget: int, *, splits: bool = False) -> Problem:
+    x = torch.empty(n, d, dtype=torch.bfloat16, device=device)
+    w = torch.empty(v, d, dtype=torch.float32 if splits else torch.bfloat16, device=device)
+    plan = make_plan(
+        PlanKey(
+            "loss_and_gradients", layout_of(x), layout_of(w), v, copied_bytes=0, label_smoothing=False, softcap=False,
+            entropy=False, d_input=True, d_weight=True, d_bias=False, statistics=False, memory_budget=budget,
+            implementation="triton", device=DeviceInfo("cuda", 90, 132, "h100"), splits_head=splits,
+        )
+    )  # fmt: skip
+    spec = LossSpec("sum", head_precision="float32" if splits else "input")
+    target, weight = torch.empty(n, dtype=torch.int64, device=device), torch.empty(n, device=device)
+    return Problem(x, w, None, target, weight, None, spec, v, plan=plan)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("step", [V, 512])
+def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool) -> None:
+    """One launch for each vocabulary chunk, of several pieces, with the quarters that hold a target if it is one."""
+    generator = torch.Generator().manual_seed(0)
+    problem = problem_of(N, D, V, "cpu", 2**28)
+    x, w = (0.1 * torch.randn(rows, D, generator=generator).bfloat16() for rows in (N, V))
+    target = torch.randint(0, V, (START + N,), generator=generator)
+    stored, d_weight = (torch.full((rows, columns), torch.nan).bfloat16() for rows, columns in ((N, 300), (V, D)))
+    e = StoredExponentials.in_d_weight(stored, d_weight, N, PIECE, V)
+    blocks, row_blocks = -(-V // CLASS_BLOCK), -(-N // ROW_BLOCK)
+    hit = torch.zeros(2 * row_blocks * blocks, dtype=torch.int8)
+    for row, column in enumerate(target[START:].tolist()):
+        hit[row // (ROW_BLOCK // 2) * blocks + column // CLASS_BLOCK] |= 1 << (column % CLASS_BLOCK // 64)
+    sums, target_logit = torch.full((blocks, N), torch.nan), torch.full((START + N,), torch.nan)
+    flag = torch.zeros(row_blocks, dtype=torch.int32)
+    with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
+        for start in range(0, V, step):
+            chunk = slice(start, min(start + step, V))
+            hopper_logits.exponentials(
+                problem,
+                x,
+                w[chunk],
+                chunk,
+                Active(torch.tensor(START + N, dtype=torch.int32), START, 0),
+                target=At(target, START),
+                ref_exponent=At(torch.full((START + N,), float(REFERENCE)), START),
+                flag=At(flag, 0),
+                sums=At(sums, start // CLASS_BLOCK),
+                statistics=0,
+                of_logits=None,
+                target_logit=At(target_logit, START),
+                e=e.stores(chunk),
+                hit=At(hit, 0) if step == V else None,
+            )
+    logits = x.float() @ w.float().T
+    wanted = (logits / torch.log(torch.tensor(2.0)) - REFERENCE).exp2()
+    found = torch.cat([e.of(piece) for piece in e.pieces(V)], 1)
+    assert (found - wanted).abs().max() < 4e-3 * wanted.abs().max()
+    assert (e.pieces(V, 200)[1], e.pieces(V)[2]) == (slice(200, 256), slice(512, V))
+    in_blocks = torch.nn.functional.pad(wanted, (0, blocks * CLASS_BLOCK - V)).view(N, blocks, CLASS_BLOCK).sum(2).T
+    torch.testing.assert_close(sums, in_blocks, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target_logit[START:], logits[range(N), target[START:]], rtol=1e-4, atol=1e-4)
+    assert e.others is not None
+    tile = slice(V - 2 * PIECE, -(-(V - 2 * PIECE) // CLASS_BLOCK) * CLASS_BLOCK)
+    assert (e.others[-1, :N, tile] == 0).all(), "d_input reads whole steps"
+    assert e.others[:, row_blocks * ROW_BLOCK :].isnan().all()
+    assert d_weight[2 * PIECE :].isnan().all()
+    assert not flag.any()
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_all_pieces_take_one_launch_of_each_kernel_but_d_weight(splits: bool) -> None:
+    counts = Counter[str]()
+    chunk_rows, hits = list[int](), list[bool]()
+
+    def watch(launch: Launch, grid: tuple[int, ...], values: dict[str, Any]) -> None:
+        counts[launch.kernel.__name__] += 1
+        if launch.kernel is row_kernels.pick_kernel:
+            chunk_rows.append(values["chunk_rows"])
+        if launch.kernel is hopper_logits.exponentials_kernel:
+            hits.append(values["hit_ptr"] is not None)
+
+    with fake_gpu(90, "NVIDIA H100", watch):
+        problem = problem_of(2048, 2304, 256000, "cuda", 2**28, splits=splits)
+        found = ops.plan_of(problem).scaled_exp_config
+        assert found.first_rows == 2048
+        scaled_exp(problem, NeedsGrad(True, True, False), statistics=0)
+    assert chunk_rows == [2048], "of the bytes that say which quarters of tiles have a target"
+    assert set(hits) == {not splits}
+    assert counts["d_weight_kernel"] == -(-256000 // found.piece) > 1
+    assert counts["repair_kernel"] == counts["d_input_of_pieces_kernel"] == 1
+    assert counts["exponentials_kernel"] == -(-256000 // found.head_rows)
+    assert (counts["exponentials_kernel"] == 1) != splits
