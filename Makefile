@@ -28,7 +28,7 @@ endef
 
 help:
 	@echo "make train        set up, then train the tiny language model on the standard library's sources"
-	@echo "make test         set up, then run the quick CPU tests (8 minutes of CPU time)"
+	@echo "make test         set up, then run the quick CPU tests (10 minutes of CPU time)"
 	@echo "make test-slow    the cases that make test leaves out and that need no GPU"
 	@echo "make test-latest  the quick CPU tests with the newest torch, triton, jax and NumPy"
 	@echo "make test-mutations  break the code in some 250 places, one at a time: the quick tests must notice each"
