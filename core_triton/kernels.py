@@ -154,7 +154,7 @@ def launch_tiles(
     chunk w (v, D) of the head.
 
     Args:
-        result: the matrix (n, v) that the kernel writes, if any.
+        result: the matrices that the kernel writes, if any: (n, v), or as `first_chunk.Stores` has them.
         pointers: the kernel's arguments between the bias and the sizes.
         switches: the kernel's first constexprs.
     """

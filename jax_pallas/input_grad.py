@@ -112,7 +112,8 @@ def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
     if io.smooth is not None:
         factor = plgpu.load(io.smooth[0].at[pl.ds(row, rows)], layout=COLUMN, optimized=False)
         mean_row = plgpu.load(io.smooth[1].at[pl.ds(d, HALF)], layout=ROW, optimized=False)
-        total += lax.broadcast_in_dim(factor, sums.shape, (1,)) * lax.broadcast_in_dim(mean_row, sums.shape, (0,))
+        factor = lax.broadcast_in_dim(factor, sums.shape, (1,))
+        total += jnp.where(factor == 0, 0.0, factor * lax.broadcast_in_dim(mean_row, sums.shape, (0,)))
     plgpu.commit_smem()  # all have read it
     buffer[...] = total.astype(io.held_ref.dtype)
     plgpu.commit_smem()

@@ -319,7 +319,7 @@ def first_chunk_room(hidden: int, itemsize: int) -> int:
         itemsize: of d_weight. In two bytes a group of classes is no shorter than a column. The groups of a float32
             d_weight may be, because such chunks are more often all rows of a call.
     """
-    if itemsize == 4:
+    if itemsize == 4 and 2 * hidden >= CLASS_BLOCK:
         return 2 * hidden // ROW_BLOCK * ROW_BLOCK
     return hidden // CLASS_BLOCK * CLASS_BLOCK // ROW_BLOCK * ROW_BLOCK
 
@@ -416,7 +416,7 @@ def choose_scaled_exp(
             return classes
         part = max(1, min(most // (2 * itemsize * hidden), D_LOGITS_VOCAB_CHUNK) // block_v)
         if scales_d_weight:
-            part = max(1, min(budget // D_INPUT_FRACTION, D_WEIGHT_BYTES) // (4 * hidden) // block_v)
+            part = max(1, most // (4 * hidden) // block_v)
         if hopper:
             many = cdiv(tokens - last_rows, rows), 1
             row_blocks = cdiv(rows, ROW_BLOCK), cdiv(last_rows, ROW_BLOCK)
@@ -466,8 +466,10 @@ def choose_scaled_exp(
     def configs(rows: int, cast_bytes: int, first_rows: int = 0) -> Iterator[ScaledExpConfig]:
         """Returns chunks of so many rows with all sizes of the partial tiles of d_input that the estimate compares."""
         compares = hopper and call is not None and call.d_input and not batch_invariant
-        sizes = d_input_sizes(rows, hidden, classes, programs) if compares else [None]
-        return (config(rows, cast_bytes, first_rows, most) for most in sizes)
+        if not compares:
+            return iter([config(rows, cast_bytes, first_rows)])
+        sizes = {size for n in {rows, first_rows or rows} for size in d_input_sizes(n, hidden, classes, programs)}
+        return (config(rows, cast_bytes, first_rows, most) for most in sorted(sizes, reverse=True))
 
     def pieces_of(found: ScaledExpConfig) -> list[tuple[int, int]] | None:
         """Returns the pieces of d_weight of a first chunk; None if there is none, or its piece is too narrow."""
@@ -522,7 +524,9 @@ def choose_scaled_exp(
             return None
         return min((one for time, one in timed if time <= (1 + chunk_cost.TIE) * least), key=lambda one: one.bytes)
 
-    for cast_bytes in [min(CAST_BYTES, budget // 4), 0] if splits_head else [0]:  # first what is fast
+    # First what is fast.
+    fast = min(CAST_BYTES, budget // 4) if splits_head else min(D_WEIGHT_BYTES, budget // D_INPUT_FRACTION)
+    for cast_bytes in [fast, 0] if splits_head or scales_d_weight else [0]:
         best = chunk_cost.choose_rows(
             lambda rows, cast_bytes=cast_bytes: configs(rows, cast_bytes),
             tokens=tokens,

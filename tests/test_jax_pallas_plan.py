@@ -1,6 +1,7 @@
 """Tests jax_pallas.plan, which is a pure function, and `explain`, which prints its result. No GPU is needed."""
 
 import itertools
+import re
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -203,6 +204,25 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
     for stage, name in itertools.product(stages, (*launch.NAMES, "chunked")):
         with pytest.raises(ValueError, match="memory_budget must be at least"):
             plan(stage=stage, implementation=name, memory_budget=2**10)
+
+
+def test_the_budget_that_an_error_names_is_enough() -> None:
+    """XLA computes d_weight of float16 a few classes at a time, and more of them in a larger budget."""
+    options: dict[str, Any] = {"dtype": "float16", "implementation": "pallas_triton", "device": AMPERE}
+    options |= {"n": 131072, "d": 512, "v": 74816}
+    with pytest.raises(ValueError, match="memory_budget must be at least") as refused:
+        plan(**options, memory_budget=1)
+    named = re.search(r"at least (\d+) bytes", str(refused.value))
+    assert named is not None
+    assert plan(**options, memory_budget=int(named[1])).path == "scaled_exp"
+
+
+def test_a_float32_head_of_few_columns_has_no_larger_first_chunk() -> None:
+    options: dict[str, Any] = {"n": 4096, "d": 64, "v": 128256, "head": "float32", "splits_head": True}
+    config = plan(**options, memory_budget=2**24).scaled_exp_config
+    assert config is not None
+    assert config.rows < 128
+    assert config.first_rows == 0
 
 
 def test_explain_prints_the_plan() -> None:
