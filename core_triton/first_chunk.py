@@ -53,10 +53,13 @@ class StoredExponentials(NamedTuple):
         others = memory[: (pieces - 1) * piece * (memory.numel() // len(d_weight))].view(pieces - 1, -1, piece)
         return cls(stored.view(-1)[: n * piece].view(n, piece), others)
 
-    def pieces(self, classes: int) -> list[slice]:
-        """Returns the classes of each piece."""
+    def pieces(self, classes: int, most: int | None = None) -> list[slice]:
+        """Returns the classes of each piece, or of its parts of at most `most` classes."""
         piece = self.first.shape[1]
-        return [slice(start, min(start + piece, classes)) for start in range(0, classes, piece)]
+        step = min(most or piece, piece)
+        ends = {first: min(first + piece, classes) for first in range(0, classes, piece)}
+        starts = [(start, end) for first, end in ends.items() for start in range(first, end, step)]
+        return [slice(start, min(start + step, end)) for start, end in starts]
 
     def stores(self, vocab_chunk: slice) -> "Stores":
         """Returns where kernels store the exponentials of any classes."""

@@ -738,7 +738,7 @@ def _store_d_input(
         within = slice(piece.start - chunk.start, piece.stop - chunk.start)
         n = within.stop - within.start
         e_w = scratch[: n * hidden].view(n, hidden)
-        for vocab_chunk in problem.vocab_chunks(config.head_rows):
+        for vocab_chunk in stored.pieces(problem.classes, config.head_rows):
             casts = problem.linear_weight.dtype != e.dtype
             w = operand(head_of(problem, vocab_chunk), e.dtype) if casts else problem.operand_of(vocab_chunk)
             e_chunk = operand(stored.of(vocab_chunk)[within], e.dtype)
