@@ -162,7 +162,7 @@ def export(commit: str, folder: Path, *paths: str) -> None:
         files.extractall(folder, filter="data")
 
 
-def start(code: str, *path: Path, output: Any, more: Mapping[str, str] | None = None) -> Any:
+def start(code: str, *path: Path, output: Any, more: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Starts Python code, with these folders as its path, in the first of them, with more variables."""
     environment = {**os.environ, **(more or {}), "PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.Popen([sys.executable, "-P", "-c", code], cwd=path[0], env=environment, stdout=output, text=True)
