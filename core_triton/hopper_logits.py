@@ -159,12 +159,13 @@ def store_done(e_desc, others, buffers, done, WHICH: gl.constexpr, i: gl.constex
     if len(others) == 0:
         store_quarter(e_desc, buffers, done.quarters[i], done.row, column, WHICH, i)
     else:
-        # Of these two stores, one is outside and has no effect. A branch spills up to 112 bytes of registers.
+        # Of these two stores, one is outside and has no effect. A branch spills up to 112 bytes of registers. A row or
+        # column less than 0 is no place outside: a GPU calls such a store an illegal instruction.
         others_desc, piece, piece_rows = others
         number = column // piece
         buffer = fill_buffer(buffers, done.quarters[i], WHICH, i, 2)
         tma.async_copy_shared_to_global(e_desc, [done.row, column], buffer)
-        row = done.row + (number - 1) * piece_rows
+        row = gl.where(number == 0, OUTSIDE, done.row + (number - 1) * piece_rows)
         tma.async_copy_shared_to_global(others_desc, [row, column - number * piece], buffer)
 
 

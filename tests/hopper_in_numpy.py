@@ -193,6 +193,7 @@ class HopperLanguage(Language):
 
     def _store(self, descriptor: Descriptor, corner: Sequence[Any], buffer: HopperShared, *, adds: bool) -> None:
         assert not any(np.shares_memory(buffer.data, written) for written in self.thread.unfenced), "not fenced"
+        assert min(int(place) for place in corner) >= 0, f"an H100 stores nothing at {corner}: illegal instruction"
         offsets, inside = descriptor.places(corner)
         memory, places = descriptor.memory, offsets[inside]
 
