@@ -196,8 +196,10 @@ def reference_exponents_that_are_too_low_are_repaired() -> None:
 
 @checked
 def label_smoothing_of_float16() -> None:
-    """One chunk, and several. With a factor rows are shifted, or computed again. The loss is scaled as losses of float16
-    are: float16 rounds d_input of a mean of 2,000 tokens by 6e-4 otherwise."""
+    """One chunk, and several. With a factor rows are shifted, or computed again.
+
+    The loss is scaled, as it is in training with float16: float16 rounds d_input of a mean of 2,000 tokens by 6e-4.
+    """
 
     def scaled(x: Array, w: Array, y: Array, **options: Any) -> Array:
         return 1024 * loss(x, w, y, **options)
