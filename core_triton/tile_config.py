@@ -393,28 +393,27 @@ def choose_scaled_exp(
         chunk = chunk_cost.Chunk(found.rows, found.rows, d_input_of(found.rows, found))
         return chunk_cost.call_ms(call, chunk, chunk_cost.Chunk(rows, rows, d_input_of(rows, found), found.piece))
 
-    def with_first(usual: ScaledExpConfig) -> ScaledExpConfig | None:
-        """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as
-        d_weight has room for beside the usual chunks."""
-        others = max(0, -(-(tokens - room) // usual.rows))
-        first_rows = tokens - others * usual.rows
-        if first_rows <= usual.rows:
-            return None
-        rows = {usual.rows}
-        if not others:  # the workspace may hold fewer rows of exponentials, in more pieces
-            step = -(-usual.rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
-            rows |= {*range(step, usual.rows, step)}
-        made = (config(one, *choice, first_rows) for one in rows for choice in choices)
+    def with_first(equal: list[ScaledExpConfig]) -> ScaledExpConfig | None:
+        """Returns chunks with a first chunk in the memory of d_weight, if they are faster than the best ones without:
+        all rows, or as many as d_weight has room for beside other chunks, which have the rows of one of `equal`."""
+        rows = {one.rows for one in equal}
+        if tokens <= room:  # the workspace may hold fewer rows of exponentials, in more pieces
+            step = -(-equal[0].rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
+            rows |= {*range(step, equal[0].rows, step)}
+        sizes = ((one, tokens - max(0, -(-(tokens - room) // one)) * one) for one in rows)
+        made = (config(one, *choice, first) for one, first in sizes if first > one for choice in choices)
         timed = [(ms(one), one) for one in made if one.piece > 0 and one.bytes <= enough]
         least = min((time for time, _ in timed), default=math.inf)
-        if least >= (1 - FIRST_CHUNK_GAIN) * ms(usual):
+        if least >= (1 - FIRST_CHUNK_GAIN) * ms(equal[0]):
             return None
-        least_piece = FIRST_CHUNK_PIECE * -(-first_rows // ROW_BLOCK) * ROW_BLOCK
-        equal = [one for time, one in timed if time <= (1 + chunk_cost.TIE) * least]
-        return min(equal, key=lambda one: (one.piece < least_piece, one.bytes))
+        fastest = [one for time, one in timed if time <= (1 + chunk_cost.TIE) * least]
+        return min(fastest, key=lambda one: (one.piece < least_piece(one.first_rows), one.bytes))
 
-    def best(*choices: tuple[int, bool, int]) -> ScaledExpConfig | None:
-        """Returns the best chunks that fit with one of `choices`; None if none fit."""
+    def least_piece(first_rows: int) -> int:
+        return FIRST_CHUNK_PIECE * -(-first_rows // ROW_BLOCK) * ROW_BLOCK
+
+    def best(*choices: tuple[int, bool, int]) -> list[ScaledExpConfig]:
+        """Returns the best chunks that fit with one of `choices`, and their equals; [] if none fit."""
         return chunk_cost.choose_rows(
             lambda rows: (config(rows, *choice) for choice in choices),
             tokens=tokens,
@@ -437,17 +436,18 @@ def choose_scaled_exp(
     )
     choices = [(*choice, head_rows) for choice in tiles]
     together = [choices] if call is not None else [[choice] for choice in choices]
-    fitting = [found for some in together if (found := best(*some)) is not None]
+    fitting = [found for some in together if (found := best(*some))]
     if not fitting:
         last = best(smallest)
-        if last is not None:
-            return last
+        if last:
+            return last[0]
         least = config(least_rows, *smallest).bytes
         raise BudgetTooSmallError(least, tokens, classes, budget)
-    fitting = [found for found in fitting if found.splits_tiles] or fitting
-    usual = min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
+    fitting = [found for found in fitting if found[0].splits_tiles] or fitting
+    equal = min(fitting, key=lambda found: -(-tokens // found[0].rows))  # the first, and faster, of equals
+    usual = equal[0]
     has_first = room > 0 and call is not None and usual.rows < tokens and (head_rows % block_v == 0 or not needs_cast)
-    return (with_first(usual) if has_first else None) or usual
+    return (with_first(equal) if has_first else None) or usual
 
 
 def padded_hidden(hidden: int, itemsize: int) -> int:

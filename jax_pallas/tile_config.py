@@ -506,13 +506,13 @@ def choose_scaled_exp(
         )
         return chunk_cost.call_ms(call, chunk, last)
 
-    def with_first(usual: ScaledExpConfig, cast_bytes: int) -> ScaledExpConfig | None:
-        """Returns chunks with a first chunk in the memory of d_weight, if they are faster: all rows, or as many as
-        d_weight has room for beside the usual chunks."""
-        rows = {usual.rows}
+    def with_first(equal: list[ScaledExpConfig], cast_bytes: int) -> ScaledExpConfig | None:
+        """Returns chunks with a first chunk in the memory of d_weight, if they are faster than the best ones without:
+        all rows, or as many as d_weight has room for beside other chunks, which have the rows of one of `equal`."""
+        rows = {one.rows for one in equal}
         if tokens <= room or splits_head:  # the workspace may hold fewer rows of exponentials, in more pieces
-            step = -(-usual.rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
-            rows |= {*range(step, usual.rows, step)}
+            step = -(-equal[0].rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
+            rows |= {*range(step, equal[0].rows, step)}
         sizes = ((one, tokens - max(0, cdiv(tokens - room, one)) * one) for one in rows)
         made = (
             found for one, first_rows in sizes if first_rows > one for found in configs(one, cast_bytes, first_rows)
@@ -520,14 +520,14 @@ def choose_scaled_exp(
         fitting = (one for one in made if one.bytes <= enough and pieces_of(one) is not None)
         timed = [(ms(one), one) for one in fitting]
         least = min((time for time, _ in timed), default=math.inf)
-        if least >= (1 - FIRST_CHUNK_GAIN) * ms(usual):
+        if least >= (1 - FIRST_CHUNK_GAIN) * ms(equal[0]):
             return None
         return min((one for time, one in timed if time <= (1 + chunk_cost.TIE) * least), key=lambda one: one.bytes)
 
     # First what is fast.
     fast = min(CAST_BYTES, budget // 4) if splits_head else min(D_WEIGHT_BYTES, budget // D_INPUT_FRACTION)
     for cast_bytes in [fast, 0] if splits_head or scales_d_weight else [0]:
-        best = chunk_cost.choose_rows(
+        equal = chunk_cost.choose_rows(
             lambda rows, cast_bytes=cast_bytes: configs(rows, cast_bytes),
             tokens=tokens,
             least_rows=least_rows,
@@ -539,9 +539,9 @@ def choose_scaled_exp(
             call=call,
             ms=ms,
         )
-        if best is not None:
-            has_first = room > 0 and call is not None and best.rows < tokens
-            return (with_first(best, cast_bytes) if has_first else None) or best
+        if equal:
+            has_first = room > 0 and call is not None and equal[0].rows < tokens
+            return (with_first(equal, cast_bytes) if has_first else None) or equal[0]
     raise BudgetTooSmallError(config(least_rows, 0).bytes, tokens, classes, budget)
 
 

@@ -252,13 +252,14 @@ def choose_rows[Found: Config](
     budget: int,
     call: Call | None,
     ms: Callable[[Found], float],
-) -> Found | None:
-    """Returns the cheapest chunks that fit, or, without `call`, the fewest. Returns None if none fit.
+) -> list[Found]:
+    """Returns the cheapest chunks that fit, or, without `call`, the fewest. Returns [] if none fit.
 
     Row counts are those of equal chunks, rounded up to whole tiles of logits (128 rows), to whole tiles of d_input (256
     rows) or to MIN_ROWS. From the fewest chunks that fit, more are tried until no larger number can be cheaper
     (`least_ms`). While none fits, the first numbers are all tried, then ever larger steps: the memory of split tiles
-    does not grow with rows. Of choices that cost the same within `TIE`, the one with the fewest chunks wins.
+    does not grow with rows. Choices that cost the same within `TIE` are all returned, those with the fewest chunks
+    first.
 
     Args:
         configs: from rows to the ways to compute chunks of that many rows.
@@ -285,7 +286,7 @@ def choose_rows[Found: Config](
                 if config.bytes > most:
                     continue
                 if call is None:
-                    return config
+                    return [config]
                 found.append((ms(config), config))
                 best_ms = min(best_ms, found[-1][0])
         if rows <= least_rows:
@@ -296,4 +297,4 @@ def choose_rows[Found: Config](
             step = 1 if found or chunks < densely else max(1, chunks // 32)
             chunks = max(chunks + step, cdiv(tokens, max(rows - MIN_ROWS, 1)))
     equal = [(cdiv(tokens, config.rows), time, config) for time, config in found if time <= (1 + TIE) * best_ms]
-    return min(equal, key=lambda choice: choice[:2])[2] if equal else None
+    return [config for _, _, config in sorted(equal, key=lambda choice: choice[:2])]

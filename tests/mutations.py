@@ -927,7 +927,7 @@ D_INPUT_OF_PIECES = tests("core_triton_input_grad", "test_d_input and 256")
 TILES_OF_PIECES = tests("core_triton_first_chunk", "each_tile")
 LAUNCHES_OF_PIECES = tests("core_triton_first_chunk", "one_launch")
 FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
-FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_launch")
+FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_launch or any_of_the_best")
 FIRST_CHUNK = (
     Mutation("core_triton/scaled_exp.py", "in reversed(e.pieces(classes))", "in e.pieces(classes)", IN_PIECES),
     Mutation("core_triton/scaled_exp.py", "if d_input is not None and in_pieces:", "if False:", IN_PIECES),
@@ -952,9 +952,17 @@ FIRST_CHUNK = (
         LAUNCHES_OF_PIECES,
     ),
     Mutation("core_triton/plan.py", "x.itemsize // ROW_BLOCK * ROW_BLOCK", "x.itemsize", FIRST_CHUNK_COST),
-    Mutation("core_triton/tile_config.py", "(one.piece < least_piece, one.bytes)", "one.bytes", FIRST_CHUNK_COST),
+    Mutation("core_triton/tile_config.py", "{one.rows for one in equal}", "{equal[0].rows}", FIRST_CHUNK_COST),
+    Mutation("jax_pallas/tile_config.py", "{one.rows for one in equal}", "{equal[0].rows}", FIRST_CHUNK_COST),
+    Mutation("linear_ce/chunk_cost.py", "PIECE_NS if first else 0.0", "0.0", FIRST_CHUNK_COST),
+    Mutation(
+        "core_triton/tile_config.py",
+        "(one.piece < least_piece(one.first_rows), one.bytes)",
+        "one.bytes",
+        FIRST_CHUNK_COST,
+    ),
     Mutation("linear_ce/chunk_cost.py", "call.classes if call.d_weight else 0", "call.classes", FIRST_CHUNK_COST),
-    Mutation("core_triton/tile_config.py", "max(0, -(-(tokens - room) // usual.rows))", "0", FIRST_CHUNKS),
+    Mutation("core_triton/tile_config.py", "max(0, -(-(tokens - room) // one))", "0", FIRST_CHUNKS),
     Mutation(
         "core_triton/plan.py",
         "plan.scaled_exp_config.usual_rows(tokens) >= enough",

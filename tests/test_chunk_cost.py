@@ -424,6 +424,14 @@ def test_whole_row_blocks_of_a_first_chunk_fit_rows_of_d_weight() -> None:
     assert 2048 < made.first_rows <= 2816
 
 
+def test_the_other_chunks_beside_a_first_one_may_have_any_of_the_best_rows() -> None:
+    """Chunks of 1,024 and of 768 rows cost the same, but only beside the latter has a larger first chunk room."""
+    made = plan("jax", 4096, *GEMMA, 512 * MIB, gpu="h100").chunks
+    assert (made.rows, made.first_rows) == (768, 4096 - 3 * 768)
+    made = plan("torch", 8192, 6144, 154880, 512 * MIB, gpu="h200").chunks
+    assert (made.rows, made.first_rows) == (1024, 6144)
+
+
 def test_few_pieces_are_preferred_to_less_memory() -> None:
     for d, v in ((4096, 151936), (4096, 100278)):
         made = plan("torch", 4096, d, v, 256 * MIB, gpu="h100").chunks
