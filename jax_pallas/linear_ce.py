@@ -32,7 +32,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_pallas import elementwise, launch, ops, row_math, saved_ops
-from jax_pallas.arguments import Call, Implementation, check_per_token, check_sum, choose, prepare
+from jax_pallas.arguments import Call, Implementation, check_per_token, choose, prepare
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
@@ -319,6 +319,7 @@ def linear_log_probs(
     memory_budget: int | None = None,
     saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
 ) -> LogProbs:
@@ -350,14 +351,15 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = LossSpec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    arrays = (input, linear_weight, target, linear_bias, None, None, None, None)
-    saved_budget = check_saved_budget(saved_budget, "none", grad_into=False, head_precision=head_precision)
+    spec = LossSpec("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    arrays = (input, linear_weight, target, linear_bias, None, None, grad_into, None)
+    into = grad_into is not None
+    saved_budget = check_saved_budget(saved_budget, "none", grad_into=into, head_precision=head_precision)
     statistics = LSE | ENTROPY | BY_ROW
     how = memory_budget, implementation, batch_invariant, saved_budget
     call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
     log_probs = (saved_ops if saved_budget else ops).log_probs
-    results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
+    results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
@@ -528,7 +530,9 @@ def _token_loss(
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
     scalar = spec.reduction != "none"
     if call.tokens == 0:
-        loss = _with_total(jnp.zeros(() if scalar else call.leading, jnp.float32), call.grad_into)
+        loss = ops.no_rows(call.grad_into).reshape(call.leading)
+        if scalar:
+            loss = _with_total(jnp.zeros((), jnp.float32), call.grad_into)
         dtypes = TokenStats(*[jnp.float32] * 7)._replace(argmax=jnp.int32, is_top1=jnp.bool_)
         empty = (
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
@@ -662,7 +666,6 @@ def explain(
     rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
     if grad_into is not None and not hasattr(grad_into, "dtype"):
         raise TypeError(f"grad_into must be an array or None, got {type(grad_into).__name__}")
-    check_sum(grad_into, spec)
     named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
@@ -679,8 +682,8 @@ def explain(
     problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
     check_flag("with_entropy", with_entropy)
     into = grad_into is not None
-    # The sum of grad_into is a result of the call, so its matmul also runs without gradients.
-    needs_grad = NeedsGrad(gradients, gradients or into, False)
+    # With a scalar reduction the sum of grad_into is a result of the call: its matmul also runs without gradients.
+    needs_grad = NeedsGrad(gradients, gradients or (into and reduction != "none"), False)
     without_gradients: Stage = "statistics" if batch_invariant or with_entropy else "losses"
     stage = without_gradients
     if any(needs_grad):
@@ -717,7 +720,8 @@ def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:
     scalar = call.options.spec.reduction != "none"
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
-        return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty, call.grad_into
+        loss = jnp.zeros((), jnp.float32) if scalar else ops.no_rows(call.grad_into)
+        return loss, empty, empty, empty, call.grad_into if scalar else None
     row_losses = (saved_ops if call.options.saved_budget else ops).row_losses
     loss, lse, target_logit, top, *totals = (ops.loss_and_gradients if scalar else row_losses)(
         call.options, *call.arrays
