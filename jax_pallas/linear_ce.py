@@ -21,6 +21,7 @@ or `target_grad.py`.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -678,7 +679,7 @@ def explain(
     tokens = math.prod(input.shape[:-1])
     flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
     classes = spec.classes(linear_weight.shape[vocab_axis])
-    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "grad_into": grad_into}
+    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis}
     problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
     check_flag("with_entropy", with_entropy)
     into = grad_into is not None
@@ -706,7 +707,8 @@ def explain(
 
     def planned(stage: Stage, needs_grad: NeedsGrad) -> Callable[[], ExecutionPlan]:
         asked: dict[str, Any] = {"statistics": ENTROPY * with_entropy, "batch_invariant": batch_invariant}
-        return partial(ops.plan_for, problem, stage, budget, chosen.name, needs_grad, info, **asked)
+        added = replace(problem, grad_into=grad_into if any(needs_grad) else None)
+        return partial(ops.plan_for, added, stage, budget, chosen.name, needs_grad, info, **asked)
 
     passes = [planned(stage, needs_grad)]
     if stage == "row_gradients":  # the losses run in the forward pass

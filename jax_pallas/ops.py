@@ -615,7 +615,9 @@ def _gradients(
 
 
 def forward_problem(options: Options, arrays: Sequence[Array], platform: str | None = None) -> Problem:
-    """Returns the problem of plan B."""
+    """Returns the problem of plan B. Where the backward pass adds to grad_into, plan B is that of a call without it."""
+    if options.adds_in_backward:
+        arrays = options.arrays(**options.named(arrays) | {"grad_into": None})
     stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
     return make_problem(stage, options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
 
