@@ -11,7 +11,8 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     saved_budget         `row_losses` and `log_probs` of `saved_ops.py`: 3 matmuls where all rows are saved, else plan C
 
 A token loss of the entropies takes 4 matmuls in the kernels, and 3 with a frozen head and reduction "none". A scalar
-reduction with grad_into also computes the gradient of the head where it is not differentiated: 2 matmuls.
+reduction with grad_into also computes the gradient of the head where it is not differentiated: 2 matmuls. In the other
+calls with grad_into the backward pass adds to it.
 
 The files of a call, in order: this one, `arguments.py`, `ops.py` (with a saved_budget `saved_ops.py` before it),
 `plan.py`, then `scaled_exp.py` (with `float16.py` for float16, or `recompute.py` with `chunked.py`), then the file of a
@@ -179,14 +180,24 @@ def linear_cross_entropy(
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
-        grad_into: linear_weight's shape, float32, with reduction "mean" or "sum". The call returns the pair (loss,
-            grad_into + the gradient of the loss by linear_weight), added in float32, and linear_weight gets no gradient
-            from it. So gradients of several micro-batches and of a tied embedding take no second array of that size and
-            round once. Carry it through `jax.lax.scan` and donate it to `jax.jit` (donate_argnums): it is then added to
-            in place. Differentiate the loss with has_aux=True, as in the example. The returned sum is a value without a
-            gradient: it is that of the returned loss, whatever is computed from it afterwards. So do not scale the
-            loss outside, but by normalizer or token_weight. Kernels other than those for Hopper,
-            and those too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
+        grad_into: linear_weight's shape, float32. The gradient of linear_weight is added to it, in float32, and
+            linear_weight gets no gradient from the call. So gradients of several micro-batches and of a tied embedding
+            take no second array of that size and round once. Carry it through `jax.lax.scan` and donate it to `jax.jit`
+            (donate_argnums): it is then added to in place.
+
+            With reduction "mean" or "sum" the call returns the pair (loss, grad_into + the gradient of the loss by
+            linear_weight). Differentiate the loss with has_aux=True, as in the example. The returned sum is a value
+            without a gradient: it is that of the returned loss, whatever is computed from it afterwards. So do not
+            scale the loss outside, but by normalizer or token_weight. Kernels other than those for Hopper, and those
+            too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
+
+            With reduction "none" the call returns the losses, and the gradient by grad_into is grad_into + the gradient
+            of linear_weight, for any upstream gradient: `jax.grad(f, argnums=...)` by grad_into returns the new sum in
+            place of a gradient, as for the collection `_overwrite_with_gradient` of Flax. Differentiate by grad_into
+            wherever you differentiate by input, linear_weight or linear_bias. One array belongs to one call in each
+            differentiated function, whose result must depend on the losses: JAX adds up the gradients of all uses of an
+            array, so two calls would count it twice, and no use gives zeros. A call that is not differentiated adds
+            nothing.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
@@ -204,12 +215,13 @@ def linear_cross_entropy(
             engine's head may differ in their last bits.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
+        float32 loss, () or, for reduction "none", (...,). With grad_into and another reduction the pair (loss, sum).
 
     Raises:
         TypeError: an argument is not an array or has an unsupported dtype.
-        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, or an array is sharded
-            over explicit axes. The message names the argument.
+        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, an array is sharded
+            over explicit axes, or grad_into is not differentiated with reduction "none", or shared there by devices of
+            `jax.shard_map` or by heads of `jax.vmap`. The message names the argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -272,7 +284,8 @@ def linear_cross_entropy_with_stats(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        The loss and `LossStats`. Only the loss has a gradient. With grad_into, ((loss, sum), stats).
+        The loss and `LossStats`. Only the loss has a gradient. With grad_into and reduction "mean" or "sum",
+        ((loss, sum), stats).
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -330,8 +343,11 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
+        grad_into: linear_weight's shape, float32. The gradient by it is grad_into + the gradient of linear_weight, as
+            for `linear_cross_entropy` with reduction "none".
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+            It must be 0 with grad_into and with head_precision "float32".
         batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
             gradient of entropy or lse is then an error.
         input: as all other arguments, see `linear_cross_entropy`.
@@ -423,9 +439,9 @@ def linear_token_loss(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum). Where log_prob is NaN,
-        for example because the target is neither a class nor `ignore_index`, the token's loss and gradients are NaN,
-        whatever token_loss returns.
+        float32 loss, () or, for reduction "none", (...,). With grad_into and another reduction the pair (loss, sum).
+        Where log_prob is NaN, for example because the target is neither a class nor `ignore_index`, the token's loss
+        and gradients are NaN, whatever token_loss returns.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;
@@ -484,7 +500,8 @@ def linear_token_loss_with_stats(
         input: as all other arguments, see `linear_token_loss`.
 
     Returns:
-        The loss, or with grad_into the pair (loss, sum), and `TokenStats`. Only the loss has a gradient.
+        The loss, or with grad_into and reduction "mean" or "sum" the pair (loss, sum), and `TokenStats`. Only the loss
+        has a gradient.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_token_loss`; stats is not a tuple of names of `TokenStats`.
@@ -630,9 +647,9 @@ def explain(
         input: (..., D).
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
-        gradients: whether the gradients of input and linear_weight are computed. With grad_into that of linear_weight
-            always is. Without gradients, `linear_log_probs` and `linear_token_loss` may have other chunks than the loss
-            alone, whose plan this is unless with_entropy is True.
+        gradients: whether the gradients of input and linear_weight are computed. With grad_into and reduction "mean" or
+            "sum" that of linear_weight always is. Without gradients, `linear_log_probs` and `linear_token_loss` may
+            have other chunks than the loss alone, whose plan this is unless with_entropy is True.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
             head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none". They
             also compute entropies, so their chunks may have fewer rows than the plan has, and the smallest
@@ -718,7 +735,7 @@ def explain(
 
 def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:
     """Runs the operator that the call needs; returns loss () or (N,), lse, target_logit and largest logit (N,), and the
-    sum of a call with grad_into."""
+    sum of a call with grad_into and a scalar reduction."""
     scalar = call.options.spec.reduction != "none"
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)

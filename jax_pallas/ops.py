@@ -11,6 +11,9 @@
 `saved_ops.py` has other `row_losses` and `log_probs`, for calls with a `saved_budget`. They run the rules of this file
 where no row is saved.
 
+With grad_into plan A returns the sum after its other results, and the backward rules of plan C return it as the
+gradient by grad_into.
+
 If an operator is not differentiated, it runs plan B and computes no gradients. A rule computes only the gradients that
 are needed: a custom_vjp with symbolic zeros receives which arguments are differentiated. `row_math.row_weights` folds
 ignore_index, token weights, reductions and denominators into one vector before.
@@ -720,17 +723,13 @@ def _by_batch(flattened: Callable[[Options, Arrays, int], Arrays]) -> Batched:
 
     def rule(options: Options, size: int, arrays: Sequence[Any], axes: Sequence[Any]) -> Arrays | None:
         axis_of, named = options.named(axes), options.named(arrays)
-        of_head = any(axis_of[name] is not None for name in ("linear_weight", "linear_bias", "class_weight"))
-        if options.adds_in_backward:
-            if of_head and axis_of["grad_into"] is None:
+        if (options.has_grad_into and not options.adds_in_backward) or axis_of["grad_into"] is not None:
+            return None  # a sum for each batch element
+        if any(axis_of[name] is not None for name in ("linear_weight", "linear_bias", "class_weight")):
+            if options.has_grad_into:
                 raise ValueError(
-                    "grad_into must have an axis of jax.vmap where linear_weight, linear_bias or weight has one"
+                    "grad_into must have a jax.vmap axis where linear_weight, linear_bias or weight has one"
                 )
-            if axis_of["grad_into"] is not None:
-                return None  # a sum for each batch element
-        elif options.has_grad_into:
-            return None
-        if of_head:
             return None  # a head for each batch element: nothing to share
         names = ("input", "target", "row_weight")
         rows = _as_rows([named[name] for name in names], [axis_of[name] for name in names], size)
