@@ -540,7 +540,11 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("nan_input", {"poison": ("input_nan",)}, _ONE),
     ("logits80", {"logit_std": 40.0}, _ALL),
     ("frozen_weight", {"frozen": ("linear_weight",)}, _TWO),
-    ("frozen_input", {"frozen": ("input",), "grad_into": True, **_LOG_PROB}, _ONE),
+    (
+        "frozen_input",
+        {**_LOG_PROB, "frozen": ("input",), "grad_into": True, "hidden": 64, "vocab": 320, "has_bias": True},
+        _BF16,
+    ),
     ("no_gradient", {"frozen": ("input", "linear_weight"), "spec": LossSpec(softcap=5.0)}, _TWO),
     ("tight", {"tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _ALL),
     # As in losses of whole sequences.
