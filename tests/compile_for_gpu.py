@@ -56,16 +56,23 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         return jax.value_and_grad(loss, has_aux=True)(x)
 
     def none_into(x: jax.Array, w: jax.Array, y: jax.Array, into: jax.Array, d_loss: jax.Array) -> Any:
+        """Of two micro-batches in a scan."""
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
 
-        def results(x: jax.Array, into: jax.Array) -> Any:
+        def results(x: jax.Array, into: jax.Array, y: jax.Array) -> Any:
             if mode == "none_into":
                 return linear_cross_entropy(x, w, y, reduction="none", grad_into=into, **options)
             found = linear_log_probs(x, w, y, grad_into=into, **options)
             return found.log_prob + found.entropy
 
-        losses, vjp = jax.vjp(results, x, into)
-        return losses, vjp(d_loss)
+        def step(into: jax.Array, batch: Any) -> Any:
+            x, y, d_loss = batch
+            losses, vjp = jax.vjp(partial(results, y=y), x, into)
+            d_x, into = vjp(d_loss)
+            return into, (losses, d_x)
+
+        halves = jax.tree.map(lambda array: array.reshape(2, n // 2, *array.shape[1:]), (x, y, d_loss))
+        return jax.lax.scan(step, into, halves)
 
     def split_head(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
