@@ -807,7 +807,12 @@ SAVED_ROWS = (
     ),
     Mutation("jax_pallas/ops.py", "        partial(forward_problem, options, arrays),\n", "", JAX_BUDGETS),
     Mutation("linear_ce/chunking.py", "max(refusals, key=lambda refusal: refusal.least)", "refusals[0]", JAX_BUDGETS),
-    Mutation("jax_pallas/linear_ce.py", 'gradients or (into and reduction != "none"), False', "gradients, False", JAX_EXPLAINED),
+    Mutation(
+        "jax_pallas/linear_ce.py",
+        'gradients or (into and reduction != "none"), False',
+        "gradients, False",
+        JAX_EXPLAINED,
+    ),
     Mutation("jax_pallas/linear_ce.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
 )
 TORCH_ENTROPY = tests("core_triton_token_loss", "custom-entropy and (budget or options)")
