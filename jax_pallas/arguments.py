@@ -11,6 +11,7 @@ from jax import Array
 
 from jax_pallas import launch, ops, row_math
 from jax_pallas.launch import DeviceInfo
+from jax_pallas.primitives import varying
 from jax_pallas.token_losses import Named
 from linear_ce.spec import (
     ArrayInfo,
@@ -109,7 +110,6 @@ def prepare(
     number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
-    check_sum(named["grad_into"], spec)
     named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
@@ -119,6 +119,8 @@ def prepare(
     named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
     for name in ARRAYS:
         _check_unsharded(name, named[name])
+    if spec.reduction == "none":
+        _check_varying(**named)
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
@@ -170,12 +172,6 @@ def prepare(
     return Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape), named["grad_into"])
 
 
-def check_sum(grad_into: Array | None, spec: LossSpec) -> None:
-    """Raises ValueError for a grad_into with reduction "none", which has no sum."""
-    if grad_into is not None and spec.reduction == "none":
-        raise ValueError('grad_into needs reduction "mean" or "sum", got reduction \'none\'')
-
-
 def _check_unsharded(name: str, array: Array | None) -> None:
     """Raises where an array's type says that devices hold parts of it."""
     if array is None:
@@ -185,6 +181,18 @@ def _check_unsharded(name: str, array: Array | None) -> None:
         raise ValueError(
             f"{name} must not be sharded over explicit axes of a mesh, got {spec}: "
             "call the function on the devices' own rows, within jax.shard_map, and sum there"
+        )
+
+
+def _check_varying(grad_into: Array | None, **others: Array | None) -> None:
+    """Raises where the devices of a mesh have one grad_into, and each has a gradient of the head."""
+    if grad_into is None:
+        return
+    axes = frozenset[Any]().union(*(varying(one) for one in others.values() if one is not None)) - varying(grad_into)
+    if axes:
+        raise ValueError(
+            f"grad_into must vary over the axes {tuple(sorted(axes))} of the mesh, over which another argument varies: "
+            "pass each device an array of its own, because JAX sums the gradients of an array that all devices share"
         )
 
 

@@ -11,7 +11,8 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     saved_budget         `row_losses` and `log_probs` of `saved_ops.py`: 3 matmuls where all rows are saved, else plan C
 
 A token loss of the entropies takes 4 matmuls in the kernels, and 3 with a frozen head and reduction "none". A scalar
-reduction with grad_into also computes the gradient of the head where it is not differentiated: 2 matmuls.
+reduction with grad_into also computes the gradient of the head where it is not differentiated: 2 matmuls. In the other
+calls with grad_into the backward pass adds to it.
 
 The files of a call, in order: this one, `arguments.py`, `ops.py` (with a saved_budget `saved_ops.py` before it),
 `plan.py`, then `scaled_exp.py` (with `float16.py` for float16, or `recompute.py` with `chunked.py`), then the file of a
@@ -21,6 +22,7 @@ or `target_grad.py`.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +34,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_pallas import elementwise, launch, ops, row_math, saved_ops
-from jax_pallas.arguments import Call, Implementation, check_per_token, check_sum, choose, prepare
+from jax_pallas.arguments import Call, Implementation, check_per_token, choose, prepare
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
@@ -178,14 +180,24 @@ def linear_cross_entropy(
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
-        grad_into: linear_weight's shape, float32, with reduction "mean" or "sum". The call returns the pair (loss,
-            grad_into + the gradient of the loss by linear_weight), added in float32, and linear_weight gets no gradient
-            from it. So gradients of several micro-batches and of a tied embedding take no second array of that size and
-            round once. Carry it through `jax.lax.scan` and donate it to `jax.jit` (donate_argnums): it is then added to
-            in place. Differentiate the loss with has_aux=True, as in the example. The returned sum is a value without a
-            gradient: it is that of the returned loss, whatever is computed from it afterwards. So do not scale the
-            loss outside, but by normalizer or token_weight. Kernels other than those for Hopper,
-            and those too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
+        grad_into: linear_weight's shape, float32. The gradient of linear_weight is added to it, in float32, and
+            linear_weight gets no gradient from the call. So gradients of several micro-batches and of a tied embedding
+            take no second array of that size and round once. Carry it through `jax.lax.scan` and donate it to `jax.jit`
+            (donate_argnums): it is then added to in place.
+
+            With reduction "mean" or "sum" the call returns the pair (loss, grad_into + the gradient of the loss by
+            linear_weight). Differentiate the loss with has_aux=True, as in the example. The returned sum is a value
+            without a gradient: it is that of the returned loss, whatever is computed from it afterwards. So do not
+            scale the loss outside, but by normalizer or token_weight. Kernels other than those for Hopper, and those
+            too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
+
+            With reduction "none" the call returns the losses, and the gradient by grad_into is grad_into + the gradient
+            of linear_weight, for any upstream gradient: `jax.grad(f, argnums=...)` by grad_into returns the new sum in
+            place of a gradient, as for the collection `_overwrite_with_gradient` of Flax. Differentiate by grad_into
+            wherever you differentiate by input, linear_weight or linear_bias. One array belongs to one call in each
+            differentiated function, whose result must depend on the losses: JAX adds up the gradients of all uses of an
+            array, so two calls would count it twice, and no use gives zeros. A call that is not differentiated adds
+            nothing.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
@@ -203,12 +215,13 @@ def linear_cross_entropy(
             engine's head may differ in their last bits.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
+        float32 loss, () or, for reduction "none", (...,). With grad_into and another reduction the pair (loss, sum).
 
     Raises:
         TypeError: an argument is not an array or has an unsupported dtype.
-        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, or an array is sharded
-            over explicit axes. The message names the argument.
+        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, an array is sharded
+            over explicit axes, or grad_into is not differentiated with reduction "none", or shared there by devices of
+            `jax.shard_map` or by heads of `jax.vmap`. The message names the argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -271,7 +284,8 @@ def linear_cross_entropy_with_stats(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        The loss and `LossStats`. Only the loss has a gradient. With grad_into, ((loss, sum), stats).
+        The loss and `LossStats`. Only the loss has a gradient. With grad_into and reduction "mean" or "sum",
+        ((loss, sum), stats).
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -319,6 +333,7 @@ def linear_log_probs(
     memory_budget: int | None = None,
     saved_budget: int = 0,
     implementation: str | None = None,
+    grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
 ) -> LogProbs:
@@ -328,8 +343,11 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
+        grad_into: linear_weight's shape, float32. The gradient by it is grad_into + the gradient of linear_weight, as
+            for `linear_cross_entropy` with reduction "none".
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
+            It must be 0 with grad_into and with head_precision "float32".
         batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
             gradient of entropy or lse is then an error.
         input: as all other arguments, see `linear_cross_entropy`.
@@ -350,14 +368,15 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = LossSpec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    arrays = (input, linear_weight, target, linear_bias, None, None, None, None)
-    saved_budget = check_saved_budget(saved_budget, "none", grad_into=False, head_precision=head_precision)
+    spec = LossSpec("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    arrays = (input, linear_weight, target, linear_bias, None, None, grad_into, None)
+    into = grad_into is not None
+    saved_budget = check_saved_budget(saved_budget, "none", grad_into=into, head_precision=head_precision)
     statistics = LSE | ENTROPY | BY_ROW
     how = memory_budget, implementation, batch_invariant, saved_budget
     call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
     log_probs = (saved_ops if saved_budget else ops).log_probs
-    results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
+    results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
@@ -420,9 +439,9 @@ def linear_token_loss(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum). Where log_prob is NaN,
-        for example because the target is neither a class nor `ignore_index`, the token's loss and gradients are NaN,
-        whatever token_loss returns.
+        float32 loss, () or, for reduction "none", (...,). With grad_into and another reduction the pair (loss, sum).
+        Where log_prob is NaN, for example because the target is neither a class nor `ignore_index`, the token's loss
+        and gradients are NaN, whatever token_loss returns.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;
@@ -481,7 +500,8 @@ def linear_token_loss_with_stats(
         input: as all other arguments, see `linear_token_loss`.
 
     Returns:
-        The loss, or with grad_into the pair (loss, sum), and `TokenStats`. Only the loss has a gradient.
+        The loss, or with grad_into and reduction "mean" or "sum" the pair (loss, sum), and `TokenStats`. Only the loss
+        has a gradient.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_token_loss`; stats is not a tuple of names of `TokenStats`.
@@ -528,7 +548,9 @@ def _token_loss(
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
     scalar = spec.reduction != "none"
     if call.tokens == 0:
-        loss = _with_total(jnp.zeros(() if scalar else call.leading, jnp.float32), call.grad_into)
+        loss = ops.no_rows(call.grad_into).reshape(call.leading)
+        if scalar:
+            loss = _with_total(jnp.zeros((), jnp.float32), call.grad_into)
         dtypes = TokenStats(*[jnp.float32] * 7)._replace(argmax=jnp.int32, is_top1=jnp.bool_)
         empty = (
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
@@ -625,9 +647,9 @@ def explain(
         input: (..., D).
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
-        gradients: whether the gradients of input and linear_weight are computed. With grad_into that of linear_weight
-            always is. Without gradients, `linear_log_probs` and `linear_token_loss` may have other chunks than the loss
-            alone, whose plan this is unless with_entropy is True.
+        gradients: whether the gradients of input and linear_weight are computed. With grad_into and reduction "mean" or
+            "sum" that of linear_weight always is. Without gradients, `linear_log_probs` and `linear_token_loss` may
+            have other chunks than the loss alone, whose plan this is unless with_entropy is True.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
             head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none". They
             also compute entropies, so their chunks may have fewer rows than the plan has, and the smallest
@@ -662,7 +684,6 @@ def explain(
     rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
     if grad_into is not None and not hasattr(grad_into, "dtype"):
         raise TypeError(f"grad_into must be an array or None, got {type(grad_into).__name__}")
-    check_sum(grad_into, spec)
     named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
@@ -675,12 +696,12 @@ def explain(
     tokens = math.prod(input.shape[:-1])
     flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
     classes = spec.classes(linear_weight.shape[vocab_axis])
-    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "grad_into": grad_into}
+    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis}
     problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
     check_flag("with_entropy", with_entropy)
     into = grad_into is not None
-    # The sum of grad_into is a result of the call, so its matmul also runs without gradients.
-    needs_grad = NeedsGrad(gradients, gradients or into, False)
+    # With a scalar reduction the sum of grad_into is a result of the call: its matmul also runs without gradients.
+    needs_grad = NeedsGrad(gradients, gradients or (into and reduction != "none"), False)
     without_gradients: Stage = "statistics" if batch_invariant or with_entropy else "losses"
     stage = without_gradients
     if any(needs_grad):
@@ -703,7 +724,8 @@ def explain(
 
     def planned(stage: Stage, needs_grad: NeedsGrad) -> Callable[[], ExecutionPlan]:
         asked: dict[str, Any] = {"statistics": ENTROPY * with_entropy, "batch_invariant": batch_invariant}
-        return partial(ops.plan_for, problem, stage, budget, chosen.name, needs_grad, info, **asked)
+        added = replace(problem, grad_into=grad_into if any(needs_grad) else None)
+        return partial(ops.plan_for, added, stage, budget, chosen.name, needs_grad, info, **asked)
 
     passes = [planned(stage, needs_grad)]
     if stage == "row_gradients":  # the losses run in the forward pass
@@ -713,11 +735,12 @@ def explain(
 
 def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:
     """Runs the operator that the call needs; returns loss () or (N,), lse, target_logit and largest logit (N,), and the
-    sum of a call with grad_into."""
+    sum of a call with grad_into and a scalar reduction."""
     scalar = call.options.spec.reduction != "none"
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
-        return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty, call.grad_into
+        loss = jnp.zeros((), jnp.float32) if scalar else ops.no_rows(call.grad_into)
+        return loss, empty, empty, empty, call.grad_into if scalar else None
     row_losses = (saved_ops if call.options.saved_budget else ops).row_losses
     loss, lse, target_logit, top, *totals = (ops.loss_and_gradients if scalar else row_losses)(
         call.options, *call.arrays

@@ -11,6 +11,9 @@
 `saved_ops.py` has other `row_losses` and `log_probs`, for calls with a `saved_budget`. They run the rules of this file
 where no row is saved.
 
+With grad_into plan A returns the sum after its other results, and the backward rules of plan C return it as the
+gradient by grad_into.
+
 If an operator is not differentiated, it runs plan B and computes no gradients. A rule computes only the gradients that
 are needed: a custom_vjp with symbolic zeros receives which arguments are differentiated. `row_math.row_weights` folds
 ignore_index, token weights, reductions and denominators into one vector before.
@@ -86,6 +89,11 @@ class Options:
         """The number of arrays."""
         return 4 + self.has_bias + self.has_class_weight + self.has_grad_into
 
+    @property
+    def adds_in_backward(self) -> bool:
+        """Whether the gradient by grad_into is the sum. With other reductions the forward pass returns the sum."""
+        return self.has_grad_into and self.spec.reduction == "none"
+
     def arrays(
         self,
         *,
@@ -118,19 +126,26 @@ class Options:
         """Returns which gradients are computed, from the primals of a forward rule."""
         named = self.named(primals)
         bias = named["linear_bias"]
+        if self.adds_in_backward and not named["grad_into"].perturbed:
+            raise ValueError(
+                'grad_into must be differentiated where input, linear_weight or linear_bias is, with reduction "none" '
+                "and in linear_log_probs: its gradient is the new sum, for example of jax.grad(loss, argnums=(0, 1))"
+                "(input, grad_into)"
+            )
         d_weight = self.has_grad_into or named["linear_weight"].perturbed
         return NeedsGrad(named["input"].perturbed, d_weight, bias is not None and bias.perturbed)
 
     def cotangents(self, gradients: Gradients) -> Any:
         """Returns the results of a backward rule. None means zero."""
+        d_weight = gradients.d_weight
         return self.arrays(
             input=gradients.d_input,
-            linear_weight=gradients.d_weight,
+            linear_weight=None if self.has_grad_into else d_weight,
             target=None,
             row_weight=None,
             linear_bias=gradients.d_bias,
             class_weight=None,
-            grad_into=None,
+            grad_into=d_weight,
         )
 
 
@@ -194,6 +209,15 @@ def _totals(gradients: Gradients) -> Arrays:
 
 
 _loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def no_rows(grad_into: Array | None) -> Array:
+    """Returns the (0,) results of a call without tokens. The gradient by `grad_into` is `grad_into`."""
+    return jnp.zeros(0, jnp.float32)
+
+
+no_rows.defvjp(lambda grad_into: (no_rows(grad_into), grad_into), lambda grad_into, _: (grad_into,))
 
 
 @rule_of_arrays
@@ -594,7 +618,9 @@ def _gradients(
 
 
 def forward_problem(options: Options, arrays: Sequence[Array], platform: str | None = None) -> Problem:
-    """Returns the problem of plan B."""
+    """Returns the problem of plan B. Where the backward pass adds to grad_into, plan B is that of a call without it."""
+    if options.adds_in_backward:
+        arrays = options.arrays(**options.named(arrays) | {"grad_into": None})
     stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
     return make_problem(stage, options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
 
@@ -697,9 +723,13 @@ def _by_batch(flattened: Callable[[Options, Arrays, int], Arrays]) -> Batched:
 
     def rule(options: Options, size: int, arrays: Sequence[Any], axes: Sequence[Any]) -> Arrays | None:
         axis_of, named = options.named(axes), options.named(arrays)
-        if options.has_grad_into:
+        if (options.has_grad_into and not options.adds_in_backward) or axis_of["grad_into"] is not None:
             return None  # a sum for each batch element
         if any(axis_of[name] is not None for name in ("linear_weight", "linear_bias", "class_weight")):
+            if options.has_grad_into:
+                raise ValueError(
+                    "grad_into must have a jax.vmap axis where linear_weight, linear_bias or weight has one"
+                )
             return None  # a head for each batch element: nothing to share
         names = ("input", "target", "row_weight")
         rows = _as_rows([named[name] for name in names], [axis_of[name] for name in names], size)

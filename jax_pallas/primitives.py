@@ -35,7 +35,8 @@ def one_device() -> Any:
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=get_abstract_mesh().abstract_device))
 
 
-def _varying(leaf: Any) -> frozenset[Any]:
+def varying(leaf: Any) -> frozenset[Any]:
+    """Returns the axes of the mesh of `jax.shard_map` over which an array varies."""
     return jax.typeof(leaf).manual_axis_type.varying
 
 
@@ -53,9 +54,9 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
 
     def bound(static: Any, *arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
-        varying = frozenset[Any]().union(*map(_varying, leaves))
-        if varying:
-            leaves = [jax.lax.pcast(leaf, tuple(varying - _varying(leaf)), to="varying") for leaf in leaves]
+        axes = frozenset[Any]().union(*map(varying, leaves))
+        if axes:
+            leaves = [jax.lax.pcast(leaf, tuple(axes - varying(leaf)), to="varying") for leaf in leaves]
         results = primitive.bind(*leaves, static=static, tree=tree)
         return tuple(results) if returns_tuple else jax.tree.unflatten(shapes_of(leaves, static, tree)[1], results)
 

@@ -167,7 +167,7 @@ def function_of(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
     def named_loss(found: Any) -> dict[str, Any]:
         if not isinstance(found, tuple):
             return {"loss": found}
-        return {"loss": found[0], "d_weight": found[1] - GRAD_INTO_START}  # of JAX with grad_into
+        return {"loss": found[0], "d_weight": found[1] - GRAD_INTO_START}  # of JAX with grad_into, "mean" or "sum"
 
     def loss(**arguments: Any) -> dict[str, Any]:
         if not case.with_stats:
@@ -260,6 +260,8 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     if case.grad_into:
         operands["grad_into"] = jnp.full(operands["linear_weight"].shape, GRAD_INTO_START)
         del argument_of["d_weight"]
+        if roots_of(case) != ["loss"] or case.spec.reduction == "none":
+            argument_of["d_weight"] = "grad_into"
 
     def call(differentiated: dict[str, Any], others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         outputs = function(**differentiated, **others, **options)
@@ -271,7 +273,10 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
             return call({}, others)[1]
         _, pull_back, outputs = jax.vjp(lambda d: call(d, others), differentiated, has_aux=True)
         gradients = pull_back(upstream)[0]
-        return outputs | {d: gradients[name] for d, name in argument_of.items()}
+        outputs |= {d: gradients[name] for d, name in argument_of.items()}
+        if "grad_into" in gradients:
+            outputs["d_weight"] -= GRAD_INTO_START
+        return outputs
 
     differentiated = {name: operands[name] for name in argument_of.values()}
     others = {name: value for name, value in operands.items() if name not in differentiated}

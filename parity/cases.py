@@ -335,7 +335,7 @@ def select(only: str = "", exhaustive: bool = False) -> Iterator[Case]:
 
 _PADDED = LossSpec(vocab_size=500, label_smoothing=0.1, z_loss_weight=0.01)
 
-_INTO: dict[str, Any] = {"grad_into": True, "loss_scale": 1.0}  # the upstream gradient must be 1
+_INTO: dict[str, Any] = {"grad_into": True, "loss_scale": 1.0}  # the upstream gradient of "mean" and "sum" must be 1
 
 _SPLIT_SPEC = LossSpec(head_precision="float32")
 _SPLIT: dict[str, Any] = {"head_dtype": "float32", "spec": _SPLIT_SPEC}
@@ -461,7 +461,7 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         {**_INTO, "has_bias": True, "ignored": "some", "poison": ("ignored_rows", "target_range")},
         _TWO,
     ),
-    ("grad_into-tight", {**_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "with_stats": False}, _BF16),
+    ("grad_into-tight", {**_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _BF16),
     (
         "grad_into-options",
         {**_INTO, "head_dtype": "float32", "vocab_axis": 1, "has_class_weight": True, "token_weight": "signed"}
@@ -469,7 +469,15 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         | {"has_bias": True, "strided": True},
         _BF16,
     ),
-    ("grad_into-empty", {**_INTO, "lead": (0,)}, _ONE),
+    (
+        "grad_into-none",
+        {"grad_into": True, "hidden": 64, "vocab": 320, "lead": (252,), "tight_memory": True, "vocab_axis": 1}
+        | {"has_bias": True, "has_class_weight": True, "token_weight": "signed", "ignored": "some", "strided": True}
+        | {"poison": ("ignored_rows",), "upstream": "random"}
+        | {"spec": LossSpec("none", softcap=5.0, z_loss_weight=0.01, vocab_size=310)},
+        ("float16",),
+    ),
+    ("grad_into-empty", {**_INTO, "lead": (0,), "spec": _NONE}, _ONE),
     ("hidden64-grad_into", {**_INTO, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _BF16),
     (
         "hidden64-grad_into-tight",
@@ -498,7 +506,6 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("head_split-few", {**_SPLIT, "lead": (1,), "hidden": 256, "vocab": 192, "logit_std": 0.01}, _BF16),
     ("head_split-frozen", {**_SPLIT, "frozen": ("linear_weight",)}, _BF16),
     ("hidden64-head_split-logits80", {**_SPLIT, "hidden": 64, "vocab": 640, "logit_std": 40.0}, _BF16),
-    ("hidden64-grad_into-frozen", {**_INTO, "hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
     (
         "saved",
         {**_SAVED, "has_bias": True, "ignored": "some", "token_weight": "signed"}
@@ -533,7 +540,11 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("nan_input", {"poison": ("input_nan",)}, _ONE),
     ("logits80", {"logit_std": 40.0}, _ALL),
     ("frozen_weight", {"frozen": ("linear_weight",)}, _TWO),
-    ("frozen_input", {"frozen": ("input",)}, _ONE),
+    (
+        "frozen_input",
+        {**_LOG_PROB, "frozen": ("input",), "grad_into": True, "hidden": 64, "vocab": 320, "has_bias": True},
+        _BF16,
+    ),
     ("no_gradient", {"frozen": ("input", "linear_weight"), "spec": LossSpec(softcap=5.0)}, _TWO),
     ("tight", {"tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _ALL),
     # As in losses of whole sequences.
@@ -547,7 +558,7 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("log_prob-range", {**_LOG_PROB, "hidden": 64, "poison": ("target_range",), "has_bias": True}, _BF16),
     ("log_prob-logits80", {**_LOG_PROB, "hidden": 64, "logit_std": 40.0}, _BF16),
     ("log_prob-frozen_weight", {**_LOG_PROB, "hidden": 64, "frozen": ("linear_weight",)}, _BF16),
-    ("entropy", {"unused": ("log_prob", "lse")}, _TWO),
+    ("entropy", {"unused": ("log_prob", "lse"), "grad_into": True, "hidden": 64, "vocab": 320}, _TWO),
     ("head_split", {**_SPLIT_64, "has_bias": True, "ignored": "some"}, _BF16),
     ("saved", {**_SAVED, **_LOG_PROB, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
     ("saved-logits80", {**_SAVED, **_LOG_PROB, "logit_std": 40.0}, _BF16),
@@ -589,7 +600,7 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("hidden64-tight", {**_KL, "hidden": 64, "lead": (600,), "vocab": 1600, "tight_memory": True}, _BF16),
     ("grad_into", {**_KL, **_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _BF16),
     ("tight-mean", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
-    ("tight-none", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
+    ("tight-none", {**_KL, "grad_into": True, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
     ("stats-mean", {**_KL, **_STATS, "hidden": 64, "has_bias": True, "spec": LossSpec(vocab_size=500)}, _16_BITS),
     ("stats-none", {**_BONUS, **_STATS, "vocab": 123, "spec": LossSpec("none", softcap=5.0, logit_scale=0.5)}, _ONE),
     (

@@ -2,7 +2,8 @@
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
 a JSON list of dicts with the keys mode ("train", "float16", "float16_smoothing", "none", "saved", "eval", "token_loss",
-"token_entropy", "token_stats", "grad_into" or "split_head"), n, d, v, vocab_axis and implementation.
+"token_entropy", "token_stats", "grad_into", "none_into", "log_probs_into" or "split_head"), n, d, v, vocab_axis and
+implementation.
 """
 
 import json
@@ -54,6 +55,25 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         loss = partial(linear_cross_entropy, linear_weight=w, target=y, grad_into=into, **options)
         return jax.value_and_grad(loss, has_aux=True)(x)
 
+    def none_into(x: jax.Array, w: jax.Array, y: jax.Array, into: jax.Array, d_loss: jax.Array) -> Any:
+        """Of two micro-batches in a scan."""
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+
+        def results(x: jax.Array, into: jax.Array, y: jax.Array) -> Any:
+            if mode == "none_into":
+                return linear_cross_entropy(x, w, y, reduction="none", grad_into=into, **options)
+            found = linear_log_probs(x, w, y, grad_into=into, **options)
+            return found.log_prob + found.entropy
+
+        def step(into: jax.Array, batch: Any) -> Any:
+            x, y, d_loss = batch
+            losses, vjp = jax.vjp(partial(results, y=y), x, into)
+            d_x, into = vjp(d_loss)
+            return into, (losses, d_x)
+
+        halves = jax.tree.map(lambda array: array.reshape(2, n // 2, *array.shape[1:]), (x, y, d_loss))
+        return jax.lax.scan(step, into, halves)
+
     def split_head(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
 
@@ -91,6 +111,9 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         function, arguments = {"none": none, "saved": saved}[mode], [*arguments, shape((n,), jnp.float32)]
     elif mode == "grad_into":
         function, arguments, donated = grad_into, [*arguments, shape(head, jnp.float32)], (3,)
+    elif mode in ("none_into", "log_probs_into"):
+        function, donated = none_into, (3,)
+        arguments += [shape(head, jnp.float32), shape((n,), jnp.float32)]
     elif mode == "split_head":
         function, arguments[1] = split_head, shape(head, jnp.float32)
     with jax.set_mesh(mesh):

@@ -625,6 +625,23 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/linear_ce.py", "jax.lax.stop_gradient(total)", "total", JAX_INTO),
     Mutation("jax_pallas/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", JAX_INTO),
     Mutation("jax_pallas/ops.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
+    Mutation("jax_pallas/ops.py", 'and not named["grad_into"].perturbed', "and False", JAX_INTO),
+    Mutation("jax_pallas/ops.py", "None if self.has_grad_into else d_weight", "d_weight", JAX_INTO),
+    Mutation("jax_pallas/ops.py", "lambda grad_into, _: (grad_into,)", "lambda grad_into, _: (None,)", JAX_INTO),
+    Mutation(
+        "jax_pallas/ops.py",
+        "            if options.has_grad_into:\n                raise",
+        "            if False:\n                raise",
+        JAX_INTO,
+    ),
+    Mutation(
+        "jax_pallas/ops.py", 'adds_in_backward) or axis_of["grad_into"] is not None', "adds_in_backward)", JAX_INTO
+    ),
+    Mutation("jax_pallas/ops.py", '(arrays) | {"grad_into": None})', "(arrays))", JAX_INTO),
+    Mutation(
+        "jax_pallas/linear_ce.py", "grad_into=grad_into if any(needs_grad) else None", "grad_into=grad_into", JAX_INTO
+    ),
+    Mutation("jax_pallas/arguments.py", "    if axes:\n", "    if False:\n", tests("jax_pallas_sharding", "grad_into")),
     Mutation("jax_pallas/plan.py", "vocab % 8 == 0)", "True)", JAX_INTO),
     Mutation("jax_pallas/plan.py", "d_weight_starts &= not key.grad_into", "pass", JAX_INTO),
     Mutation(
@@ -790,7 +807,12 @@ SAVED_ROWS = (
     ),
     Mutation("jax_pallas/ops.py", "        partial(forward_problem, options, arrays),\n", "", JAX_BUDGETS),
     Mutation("linear_ce/chunking.py", "max(refusals, key=lambda refusal: refusal.least)", "refusals[0]", JAX_BUDGETS),
-    Mutation("jax_pallas/linear_ce.py", "gradients or into, False", "gradients, False", JAX_EXPLAINED),
+    Mutation(
+        "jax_pallas/linear_ce.py",
+        'gradients or (into and reduction != "none"), False',
+        "gradients, False",
+        JAX_EXPLAINED,
+    ),
     Mutation("jax_pallas/linear_ce.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
 )
 TORCH_ENTROPY = tests("core_triton_token_loss", "custom-entropy and (budget or options)")

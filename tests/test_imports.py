@@ -139,8 +139,7 @@ KERNELS = (
 
 # Public functions and classes that only one framework needs, with the reason.
 ONE_FRAMEWORK_ONLY = {
-    # PyTorch keeps what it checked; a traced call of JAX is checked once. PyTorch adds to grad_into for "none" too.
-    "arguments.py": {"spec_of", "decide", "check_sum"},
+    "arguments.py": {"spec_of", "decide"},  # PyTorch keeps what it checked; a traced call of JAX is checked once
     "chunk_config.py": {"choose_stored"},  # XLA fuses the passes over stored logits, so JAX needs no kernels for them
     "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {
@@ -165,7 +164,7 @@ ONE_FRAMEWORK_ONLY = {
         "is_eager",  # for PyTorch's eager mode
         # The rules of operators in JAX, their problems and what else saved_ops.py takes from it.
         *("rule_of_arrays", "row_losses_rule", "row_losses_fwd", "row_losses_bwd", "log_probs_rule", "log_probs_fwd"),
-        *("log_probs_bwd", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
+        *("log_probs_bwd", "no_rows", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
         *("implementation_of", "make_problem", "tiles_of", "as_residual", "dense", "operator_of_rows"),
     },
     "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it

@@ -373,6 +373,28 @@ def gradients_of_rows_and_losses_alone() -> None:
 
 
 @checked
+def the_backward_pass_adds_to_a_donated_array() -> None:
+    """By a kernel, and where V is no multiple of 8 by XLA."""
+    for v, dtype in ((5000, jnp.bfloat16), (5000, jnp.float16), (5003, jnp.bfloat16)):
+        x, w, y = drawn(1001, 192, v)
+        x, w = x.astype(dtype), w.astype(dtype)
+        scale = jnp.linspace(-1.0, 1.0, len(x))
+        into = jax.random.normal(jax.random.key(1), w.shape)
+
+        def value(x: Array, w: Array, into: Array | None, y: Array = y, scale: Array = scale, **options: Any) -> Array:
+            return (loss(x, w, y, reduction="none", grad_into=into, **options) * scale).sum()
+
+        exact_arrays = x.astype(jnp.float32), w.astype(jnp.float32)
+        want = jax.jit(jax.grad(partial(value, implementation="chunked"), argnums=(0, 1)))(*exact_arrays, None)
+        adding = jax.jit(jax.grad(value, argnums=(0, 2)), donate_argnums=2)
+        memory = adding.lower(x, w, into).compile().memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes == into.nbytes
+        d_x, added = adding(x, w, into + 0.0)
+        assert_close((d_x, added - into), want)
+
+
+@checked
 def token_loss_in_three_chunks() -> None:
     check_token_loss("ppo_clip", "scaled_exp", 2**20)
 

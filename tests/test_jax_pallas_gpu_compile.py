@@ -250,6 +250,27 @@ def test_grad_into_makes_no_second_float32_head(shape: tuple[int, int], axis: in
     check_kernels(tmp_path, *["d_weight"] * (shape == LLAMA))
 
 
+# A backward pass with scaled exponentials, two that recompute logits, and one of the other kernels.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "shape", "axis", "implementation", "target"),
+    [
+        ("none_into", LLAMA, 0, "mosaic", "h200"),
+        ("none_into", (768, 50257), 0, "mosaic", "h200"),
+        ("log_probs_into", QWEN, 1, "mosaic", "h200"),
+        ("none_into", QWEN, 0, "pallas_triton", "a100"),
+    ],
+)
+def test_the_backward_pass_makes_no_second_float32_head(
+    mode: str, shape: tuple[int, int], axis: int, implementation: str, target: str, tmp_path: Path
+) -> None:
+    n = 8192
+    of_scan = 2 * n * shape[0]  # the scan's copies of a micro-batch, the half of all rows, and of its d_input
+    found = compile_all([(mode, n, *shape, axis)], target, implementation, tmp_path)
+    check(found, {mode: DEFAULT_MEMORY_BUDGET + of_scan})
+    check_kernels(tmp_path, *["d_weight"] * (shape == LLAMA))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", [LLAMA, QWEN])

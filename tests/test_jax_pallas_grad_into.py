@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import problem
+from jax_problem import FUNCTIONS, gradients, problem, total
 
 import jax_pallas
-from jax_pallas import linear_cross_entropy, linear_token_loss, token_losses
+from jax_pallas import linear_cross_entropy, linear_log_probs, linear_token_loss, token_losses
 
 Arrays = dict[str, Any]
+OF_ROWS = FUNCTIONS[2:]  # their backward pass adds
 
 
 def start(arrays: Arrays) -> Array:
@@ -29,8 +30,16 @@ def plain(arrays: Arrays, names: tuple[str, ...] = ("linear_weight",), **options
 
 
 def differentiated(arrays: Arrays, into: Array, **options: Any) -> Any:
-    """Returns the sum and the gradient of the input."""
+    """Returns the sum and the gradient of the input. With reduction "none" the losses are added and divided by the
+    normalizer."""
     rest = {name: array for name, array in arrays.items() if name != "input"}
+    if options.get("reduction") == "none":
+        normalizer = options.pop("normalizer", 1)
+
+        def scaled(x: Array, into: Array) -> Any:
+            return linear_cross_entropy(input=x, **rest, grad_into=into, **options).sum() / normalizer
+
+        return jax.grad(scaled, argnums=(1, 0))(arrays["input"], into)
 
     def loss(x: Array) -> Any:
         return linear_cross_entropy(input=x, **rest, grad_into=into, **options)
@@ -39,9 +48,10 @@ def differentiated(arrays: Arrays, into: Array, **options: Any) -> Any:
     return total, d_input
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("budget", [None, 60_000])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_micro_batches_add_up_in_a_scan(dtype: str, budget: int | None) -> None:
+def test_micro_batches_add_up_in_a_scan(dtype: str, budget: int | None, reduction: str) -> None:
     arrays = problem(140, v=90, dtype=dtype, bias=False)
     w, into = arrays["linear_weight"], start(arrays)
 
@@ -49,7 +59,7 @@ def test_micro_batches_add_up_in_a_scan(dtype: str, budget: int | None) -> None:
     def run(into: Array, x: Array, y: Array) -> Any:
         def step(into: Array, batch: Any) -> Any:
             part = {"input": batch[0], "linear_weight": w, "target": batch[1]}
-            return differentiated(part, into, normalizer=140, memory_budget=budget)
+            return differentiated(part, into, normalizer=140, memory_budget=budget, reduction=reduction)
 
         return jax.lax.scan(step, into, (x.reshape(2, 70, 8), y.reshape(2, 70)))
 
@@ -148,14 +158,15 @@ def test_checkpoint_vmap_and_an_empty_batch() -> None:
     assert not jnp.any(jax.grad(of_no_rows)(into))  # the sum has no gradient here either
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_second_array(dtype: str) -> None:
+def test_no_second_array(dtype: str, reduction: str) -> None:
     """The sum takes the place of a donated array, and no other array has its size."""
     arrays = problem(33, 64, 4000, dtype=dtype, bias=False)
 
     def step(into: Array, x: Array, w: Array, y: Array) -> Any:
         part = {"input": x, "linear_weight": w, "target": y}
-        return differentiated(part, into, memory_budget=300_000)
+        return differentiated(part, into, memory_budget=300_000, reduction=reduction)
 
     given = arrays["input"], arrays["linear_weight"], arrays["target"]
     compiled = jax.jit(step, donate_argnums=0).lower(start(arrays), *given).compile()
@@ -163,6 +174,143 @@ def test_no_second_array(dtype: str) -> None:
     assert memory is not None
     assert memory.alias_size_in_bytes == 4 * 64 * 4000
     assert memory.temp_size_in_bytes < 2 * 64 * 4000 + (dtype == "bfloat16") * 4 * 64 * 4000  # XLA's float32 head
+
+
+@pytest.mark.parametrize("function", OF_ROWS)
+@pytest.mark.parametrize("frozen", [(), ("input",), ("linear_bias",)])
+def test_the_gradient_of_the_array_is_the_new_sum(function: str, frozen: tuple[str, ...]) -> None:
+    """For any upstream gradient. The other gradients are those without it, and the head has none."""
+    arrays = problem()
+    into = start(arrays)
+    names = [name for name in ("input", "linear_weight", "linear_bias") if name not in frozen]
+    want = gradients(function, arrays, (*names,))
+    found = gradients(function, arrays | {"grad_into": into}, (*names, "grad_into"))
+    np.testing.assert_allclose(found["grad_into"] - into, want["linear_weight"], rtol=1e-5, atol=1e-5)
+    assert not jnp.any(found["linear_weight"])
+    for name in {*names} - {"linear_weight"}:
+        np.testing.assert_array_equal(found[name], want[name])
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_options_and_padding_and_rows_that_do_not_contribute(vocab_axis: int) -> None:
+    arrays = problem(vocab_axis=vocab_axis)
+    arrays["input"] = arrays["input"].at[3].set(jnp.nan)
+    arrays["target"] = jnp.where(arrays["target"] >= 45, -100, arrays["target"])
+    arrays |= {"token_weight": jnp.linspace(-1, 2, 12).at[3].set(0.0), "weight": jnp.linspace(0.5, 2, 50)}
+    options = {"vocab_axis": vocab_axis, "vocab_size": 45, "label_smoothing": 0.1, "z_loss_weight": 0.1, "softcap": 3.0}
+    into, names = start(arrays), ("input", "linear_weight", "linear_bias")
+    want = gradients("none", arrays, names, **options)
+    found = gradients("none", arrays | {"grad_into": into}, (*names, "grad_into"), **options)
+    np.testing.assert_allclose(found["grad_into"] - into, want["linear_weight"], rtol=1e-4, atol=1e-5)
+    padding, before = (jnp.moveaxis(one, vocab_axis, 0)[45:] for one in (found["grad_into"], into))
+    assert jnp.array_equal(padding, before)
+    np.testing.assert_array_equal(found["input"], want["input"])
+    arrays["target"] = arrays["target"].at[4].set(47)  # not a class
+    found = gradients("none", arrays | {"grad_into": into}, ("grad_into",), **options)["grad_into"]
+    assert jnp.isnan(jnp.moveaxis(found, vocab_axis, 0)[:45]).all()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_unreduced_token_losses_have_it(with_entropy: bool) -> None:
+    arrays, factors = problem(bias=False), jnp.linspace(-1, 2, 12)
+    into, named = start(arrays), token_losses.reinforce(entropy_weight=0.5 * with_entropy)
+
+    def loss(x: Array, w: Array, advantage: Array, into: Array | None) -> Any:
+        losses, stats = jax_pallas.linear_token_loss_with_stats(
+            x, w, arrays["target"], named, advantage, reduction="none", grad_into=into, stats=("lse",)
+        )
+        return (losses * factors).sum(), stats.lse
+
+    fixed = arrays["input"], arrays["linear_weight"], factors
+    want, lse = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*fixed, None)
+    (d_x, d_advantage, added), found = jax.grad(loss, argnums=(0, 2, 3), has_aux=True)(*fixed, into)
+    np.testing.assert_array_equal(found, lse)
+    for got, exact in zip((d_x, added - into, d_advantage), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", OF_ROWS)
+def test_without_differentiation_the_call_evaluates(function: str) -> None:
+    arrays = problem()
+    found = total(function, arrays | {"grad_into": start(arrays)})
+    assert found.shape == ()
+    assert found == total(function, arrays)
+    # These kernels are batch-invariant in a forward pass that adds to no array.
+    shapes = [jax.ShapeDtypeStruct(size, "bfloat16") for size in ((12, 64), (64, 64))]
+    given: Arrays = {"grad_into": jax.ShapeDtypeStruct((64, 64), "float32")}
+    given |= dict(zip(("input", "linear_weight"), shapes, strict=True), target=jax.ShapeDtypeStruct((12,), "int32"))
+    options: Any = {"implementation": "pallas_triton", "batch_invariant": True}
+    assert jax.eval_shape(lambda given: total(function, given, **options), given).shape == ()
+
+
+@pytest.mark.parametrize("function", OF_ROWS)
+@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias"])
+def test_an_array_that_is_not_differentiated_is_refused(function: str, name: str) -> None:
+    """Its sum would be lost."""
+    given = problem() | {"grad_into": jnp.zeros((50, 8))}
+    with pytest.raises(ValueError, match="grad_into must be differentiated where input, linear_weight or linear_bias"):
+        gradients(function, given, (name,))
+    with pytest.raises(ValueError, match="grad_into must be differentiated where input"):
+        jax.jit(lambda x: jax.grad(lambda x: total(function, given | {name: x}))(x))(given[name])
+
+
+@pytest.mark.parametrize("function", OF_ROWS)
+def test_an_empty_batch_keeps_the_sum(function: str) -> None:
+    arrays = problem(0, bias=False)
+    into = start(arrays)
+    found = gradients(function, arrays | {"grad_into": into}, ("input", "grad_into"))
+    assert jnp.array_equal(found["grad_into"], into)
+
+    def loss(into: Array) -> Array:
+        fixed = arrays["input"], arrays["linear_weight"], arrays["target"], token_losses.weighted_nll(), jnp.zeros(0)
+        return linear_token_loss(*fixed, reduction="none", grad_into=into).sum()
+
+    assert jnp.array_equal(jax.grad(loss)(into), into)
+
+
+@pytest.mark.parametrize("function", OF_ROWS)
+def test_checkpoint_and_vmap_of_rows(function: str) -> None:
+    arrays = problem(bias=False)
+    into, w, y = start(arrays), arrays["linear_weight"], arrays["target"]
+    x = jnp.stack([arrays["input"], 2.0 * arrays["input"], -arrays["input"]])
+
+    def loss(x: Array, into: Array | None, w: Array = w) -> Array:
+        return total(function, {"input": x, "linear_weight": w, "target": y, "grad_into": into})
+
+    each = jnp.stack([jax.grad(lambda w, one=one: loss(one, None, w))(w) for one in x])
+    found = jax.grad(jax.checkpoint(loss), argnums=(0, 1))(x[0], into)
+    np.testing.assert_allclose(found[1] - into, each[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[0], jax.grad(loss)(x[0], None), rtol=1e-5, atol=1e-6)
+    # The batch is rows of one call, which adds once.
+    all_rows = jax.grad(lambda into: jax.vmap(loss, in_axes=(0, None))(x, into).sum())(into)
+    np.testing.assert_allclose(all_rows - into, each.sum(0), rtol=1e-4, atol=1e-4)
+    # A gradient of each element has a sum of its own.
+    sums = jax.vmap(jax.grad(loss, argnums=1), in_axes=(0, None))(x, into)
+    np.testing.assert_allclose(sums - into, each, rtol=1e-5, atol=1e-5)
+    intos = jnp.stack([into, 2 * into, 3 * into])
+    sums = jax.grad(lambda intos: jax.vmap(loss)(x, intos).sum())(intos)
+    np.testing.assert_allclose(sums - intos, each, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"grad_into must have a jax\.vmap axis where linear_weight, .* has one"):
+        jax.vmap(loss, in_axes=(None, None, 0))(x[0], into, jnp.stack([w, w]))
+
+
+def test_plans_of_rows() -> None:
+    """The backward pass is plan A again where its kernels add in place. It is also that without the array."""
+    shapes: Any = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16), jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
+    into: Any = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    of_rows: Any = {"reduction": "none", "grad_into": into}
+    plan = jax_pallas.explain(*shapes, device="h200", **of_rows).plan
+    assert (plan.path, plan.d_weight_kernel, len(plan.matmuls)) == ("scaled_exp", True, 4)
+    assert jax_pallas.explain(*shapes, device="h200", gradients=False, **of_rows).plan.matmuls == ("logits",)
+    plan = jax_pallas.explain(*shapes, device="a100", **of_rows).plan
+    assert (plan.path, plan.d_weight_kernel, len(plan.matmuls)) == ("recompute", False, 4)
+    with pytest.raises(ValueError, match=r"batch_invariant=True needs .* for the gradient of input"):
+        jax_pallas.explain(*shapes, device="a100", batch_invariant=True, **of_rows)
+    evaluated = jax_pallas.explain(*shapes, device="a100", batch_invariant=True, gradients=False, **of_rows)
+    assert evaluated.plan.path == "scaled_exp"
+    assert jax_pallas.explain(*shapes, device="h200", batch_invariant=True, **of_rows).plan.path == "scaled_exp"
+    with pytest.raises(ValueError, match="saved_budget must be 0 with grad_into"):
+        jax_pallas.explain(*shapes, saved_budget=2**20, **of_rows)
 
 
 def test_plans() -> None:
@@ -197,16 +345,12 @@ def test_plans() -> None:
             ValueError,
             r"grad_into must have shape \(50, 8\) \(linear_weight's shape\), got \(8, 50\)",
         ),
-        (
-            {"grad_into": jnp.zeros((50, 8)), "reduction": "none"},
-            ValueError,
-            'grad_into needs reduction "mean" or "sum", got reduction \'none\'',
-        ),
     ],
 )
 def test_a_bad_array_is_named(options: Arrays, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        linear_cross_entropy(**problem(), **options)
+    for call in (linear_cross_entropy, partial(linear_cross_entropy, reduction="none"), linear_log_probs):
+        with pytest.raises(kind, match=message):
+            call(**problem(), **options)
     arrays = problem()
     given: Arrays = {"implementation": "chunked", **options}
     with pytest.raises(kind, match=message):

@@ -234,13 +234,15 @@ def test_float16(vocab_axis: int, deviation: float, options: dict[str, Any], mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab_axis", [0, 1])
-def test_grad_into(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three chunks, the first of which adds too."""
+@pytest.mark.parametrize(("vocab_axis", "dtype"), [(0, "bfloat16"), (1, "bfloat16"), (0, "float16")])
+def test_grad_into(vocab_axis: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks, the first of which adds too. The row weights are upstream gradients, so nothing else is scaled."""
     n, rows = 141, 64
     interpret(monkeypatch)
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
     ours = problem(n, 64, 320, 310, vocab_axis, {"logit_scale": 0.7})
+    names = ("input", "linear_weight", "linear_bias")
+    ours = replace(ours, **{name: getattr(ours, name).astype(dtype) for name in names})
     into = jnp.asarray(np.random.default_rng(1).standard_normal(ours.linear_weight.shape), jnp.float32)
     plan = plan_of(planned(replace(ours, grad_into=into), "loss_and_gradients", "mosaic", EVERYTHING))
     assert plan.path == "scaled_exp"

@@ -212,6 +212,29 @@ def check_token_loss_under_explicit_axes() -> None:
         assert_close(jax.jit(value)(*placed), want)
 
 
+def check_sums_of_each_device() -> None:
+    """A grad_into of each device gets the gradient of its rows. One of all devices is refused."""
+    arrays = problem(48, 8, 50)
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    into = jnp.asarray(np.random.default_rng(7).standard_normal((DEVICES, 50, 8)), jnp.float32)
+
+    def of_device(arrays: dict[str, Any], into: Array) -> Array:
+        return jax.grad(lambda into: total("none", arrays | {"grad_into": into}))(into.reshape(50, 8))[None]
+
+    def run(into: Array, spec: P) -> Array:
+        specs = {"in_specs": (ROWS, spec), "out_specs": P("data")}
+        return jax.jit(jax.shard_map(of_device, mesh=mesh, **specs))(arrays, into)
+
+    rows = len(arrays["input"]) // DEVICES
+    found = run(into, P("data"))
+    for device in range(DEVICES):
+        part = slice(device * rows, (device + 1) * rows)
+        own = arrays | {name: arrays[name][part] for name in ("input", "target")}
+        assert_close(found[device], of_device(own, into[device])[0])
+    with pytest.raises(ValueError, match=r"grad_into must vary over the axes \('data',\) of the mesh"):
+        run(into[0], P())
+
+
 def check_kernels() -> None:
     arrays = problem(160, 64, 128, dtype="bfloat16")
 
@@ -228,6 +251,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"{f}, plain jit": partial(check_plain_jit, f) for f in ("mean", "none")},
     "rows": check_no_device_holds_the_rows_of_another,
     "frozen head": check_frozen_head,
+    "grad_into": check_sums_of_each_device,
     "replicated": partial(check_replicated_under_explicit_axes, "chunked", "float32"),
     "replicated, kernels": partial(check_replicated_under_explicit_axes, "pallas_triton", "bfloat16"),
     "kernels": check_kernels,
