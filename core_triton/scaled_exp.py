@@ -275,9 +275,7 @@ def saved_gradients(
             e, chunk_x = saved.e[chunk, :classes], scaled[:n]
             rho = At(rows.rho, chunk.start)
             if d_weight is not None:
-                saved_kernels.pick_rows(
-                    x, chunk_x, order=At(saved.order, chunk.start), factor=At(factor, chunk.start)
-                )
+                saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=At(factor, chunk.start))
                 count: Tensor | At = saved.count
                 if fitted is not None:
                     of_rows = {"rho": rows.rho, "theta": rows.theta, "count": saved.count, "e": e, "x": chunk_x}

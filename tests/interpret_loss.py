@@ -1181,7 +1181,7 @@ def run_saved_float16() -> None:
         ):
             log_prob = core_triton.linear_log_probs(**arrays, **options, memory_budget=budget).log_prob
             found = dict(zip(wanted, torch.autograd.grad(log_prob, leaves(arrays), upstream), strict=True))
-        ((of_arrays, of_call, _, needs_grad, _), (*_, kept)), = calls
+        (((of_arrays, of_call, _, needs_grad, _), (*_, kept)),) = calls
         fake = saved_ops.fake_saved_rows(of_arrays, of_call, needs_grad)
         for one, other in zip(kept, fake, strict=True):
             assert (one is None) == (other is None)
