@@ -1,5 +1,5 @@
-"""Triton kernels for the rows that are saved for the backward pass: zeros in place of NaN, powers of two of float16, and
-the factors of rows once the upstream gradients are known. Equations: linear_ce/MATH.md.
+"""Triton kernels for the rows that are saved for the backward pass: zeros in place of NaN, powers of two of float16,
+and the factors of rows once the upstream gradients are known. Equations: linear_ce/MATH.md.
 """
 
 from typing import NamedTuple

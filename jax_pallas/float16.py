@@ -244,8 +244,8 @@ def fit(
 
 
 def exponent_of(largest: Array) -> Array:
-    """Returns the exponent of a chunk's power of two, () int32, from the largest magnitudes in its rows of rho x, (rows,)
-    float32: (50)."""
+    """Returns the exponent of a chunk's power of two, () int32, from the largest magnitudes of rho x in its rows,
+    (rows,) float32: (50)."""
     most = largest.max()
     return jnp.where(most > 0, jnp.frexp(most)[1] - 1 - LARGEST_X, 0).clip(LEAST_POWER, MOST_POWER)
 

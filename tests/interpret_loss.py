@@ -1167,7 +1167,12 @@ def run_saved_float16() -> None:
     want = dict(zip(exact, torch.autograd.grad(log_prob, leaves(exact), upstream), strict=False))
     options = {"implementation": Running.implementation, "saved_budget": 2**24}
     save, pick = saved_ops._save, saved_kernels.pick_rows
-    for wanted, budget in ((tuple(want), 36000), (("input",), None), (("linear_weight",), None)):
+    # Of the last, E^T (rho x) would be below the range of float16 without a power of two.
+    for wanted, budget, factor in (
+        (tuple(want), 36000, 1.0),
+        (("input",), None, 1.0),
+        (("linear_weight",), None, 1e-5),
+    ):
         arrays = {name: one if name in wanted else one.detach() for name, one in made.items()}
         calls = []
 
@@ -1180,13 +1185,13 @@ def run_saved_float16() -> None:
             mock.patch.object(saved_kernels, "pick_rows", side_effect=pick) as picks,
         ):
             log_prob = core_triton.linear_log_probs(**arrays, **options, memory_budget=budget).log_prob
-            found = dict(zip(wanted, torch.autograd.grad(log_prob, leaves(arrays), upstream), strict=True))
+            found = dict(zip(wanted, torch.autograd.grad(log_prob, leaves(arrays), factor * upstream), strict=True))
         (((of_arrays, of_call, _, needs_grad, _), (*_, kept)),) = calls
         fake = saved_ops.fake_saved_rows(of_arrays, of_call, needs_grad)
         for one, other in zip(kept, fake, strict=True):
             assert (one is None) == (other is None)
             assert one is None or other is None or (one.shape, one.dtype) == (other.shape, other.dtype)
-        used = {name: 100 * error(found[name].float().numpy(), want[name].numpy()) / 1e-3 for name in wanted}
+        used = {name: 100 * error(found[name].float().numpy(), factor * want[name].numpy()) / 1e-3 for name in wanted}
         if "input" in found:  # a gradient below the range of float16 is off by half of its smallest number
             wrong = (found["input"].float() - want["input"]).norm(dim=1)
             used["input"] = (100 * wrong / (1e-3 * want["input"].norm(dim=1) + 2.0**-25 * 24**0.5)).max().item()

@@ -69,6 +69,17 @@ def test_fit(scales: Any, pieces: float16.Pieces) -> None:
         np.testing.assert_array_equal(got.x[:2], x[:2])
 
 
+def test_times_rho() -> None:
+    """Of saved rows. The row of NaN does not contribute, and an infinite factor has no part in the power."""
+    x = np.random.default_rng(0).standard_normal((4, 24)).astype(np.float16)
+    x[2], rho = np.nan, np.array([1e-9, -2e-6, 0.0, np.inf], np.float32)
+    got, power = float16.times_rho(jnp.asarray(x), jnp.asarray(rho))
+    assert 2**14 <= np.abs(np.asarray(got[:3], np.float32)).max() <= 2**15
+    wanted = np.where(rho[:3, None] == 0, 0, x[:3] * rho[:3, None].astype(np.float64))
+    np.testing.assert_allclose(np.asarray(got[:3], np.float64) * float(power), wanted, rtol=1e-3, atol=1e-14)
+    assert np.isinf(got[3]).all()
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_terms_of_label_smoothing_have_the_scales_of_the_gradients(axis: int) -> None:
     """Each gradient has its own scale, and d_weight with grad_into none. A row that does not contribute is NaN."""
