@@ -774,7 +774,7 @@ SAVED_ROWS = (
         "jax_pallas/float16.py",
         "jnp.maximum(-jnp.expm1(chunk.of(rows.target_logit) - lse), 2.0**-24)",
         "1.0",
-        JAX_SAVED_FLOAT16,
+        tests("jax_pallas_float16", "largest_factor"),
     ),
     Mutation(
         "jax_pallas/saved_ops.py",

@@ -266,24 +266,27 @@ def test_a_batch_of_losses_saves_as_many_rows_of_each_element(function: str) -> 
 
 @pytest.mark.parametrize("names", [ARGUMENTS[:2], pytest.param(("input",), marks=pytest.mark.slow)], ids="-".join)
 def test_upstream_gradients_of_very_different_sizes(names: tuple[str, ...]) -> None:
-    """Rows of float16 with upstream gradients from 1e-6 to 1e3, whose targets have up to 1 - 1e-6 of the probability,
-    in two chunks: the gradient of each row, and of the head."""
-    n, d, v = 300, 16, 128
+    """Rows of float16 with upstream gradients from 1e-6 to 1e3, whose targets have up to 1 - 1e-7 of the probability,
+    in several chunks: the gradients are exact, and that of each row is that of a call that saves nothing."""
+    n, d, v = 140, 64, 64
     arrays, row = problem(n, d, v, dtype="float16", bias=False), np.arange(n)
     x, w = (np.asarray(arrays[name], np.float32) for name in ARGUMENTS[:2])
-    of_target = w[arrays["target"]]
-    more = (5 + row % 4 * 3 - (of_target * x).sum(1)) / np.square(of_target).sum(1)
+    of_target, x = w[arrays["target"]], 0.2 * x
+    more = (8 + row % 4 * 6 - (of_target * x).sum(1)) / np.square(of_target).sum(1)
     arrays["input"] = jnp.asarray(x + more[:, None] * of_target, "float16")
     upstream = jnp.asarray(10.0 ** np.random.default_rng(0).permutation(np.linspace(-6, 3, n)) * (1 - 2 * (row % 2)))
-    options: dict[str, Any] = {"saved_budget": ALL, "memory_budget": 2**17, "implementation": "pallas_triton"}
+    options: dict[str, Any] = {"saved_budget": ALL, "memory_budget": 100_000, "implementation": "pallas_triton"}
     made = jax_pallas.explain(arrays["input"], arrays["linear_weight"], reduction="none", **options)
     assert made.plan.scaled_exp_config.rows < n
     got = gradients("log_probs", arrays, names, upstream, **options)
     exact = arrays | {name: arrays[name].astype("float32") for name in ARGUMENTS[:2]}
-    want = gradients("log_probs", exact, names, upstream)
-    wrong = np.linalg.norm(got["input"].astype("float32") - want["input"], axis=1)
-    assert (wrong <= 1e-3 * np.linalg.norm(want["input"], axis=1) + 2.0**-25 * d**0.5).all()
-    assert_close(got, want, 1e-3)
+    assert_close(got, gradients("log_probs", exact, names, upstream), 1e-3)
+    if len(names) > 1:  # one more program takes seconds
+        return
+    unsaved = gradients("log_probs", arrays, names, upstream, implementation="pallas_triton")["input"]
+    mine, theirs = (np.asarray(one, np.float32) for one in (got["input"], unsaved))
+    limit = 1e-3 * np.linalg.norm(theirs, axis=1) + 2.0**-25 * d**0.5
+    assert (np.linalg.norm(mine - theirs, axis=1) <= limit).all()
 
 
 LEAST: list[tuple[str, str, tuple[int, int, int], dict[str, Any]]] = [
