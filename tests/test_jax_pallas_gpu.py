@@ -322,7 +322,7 @@ def check_saved_float16(implementation: str, deviation: float, vocab_axis: int) 
 
 CHECKS |= {
     f"saved float16 {' '.join(map(str, options))}": partial(check_saved_float16, *options)
-    for options in itertools.product(launch.NAMES, (1.0, 8.0), (0, 1))
+    for options in itertools.product(launch.NAMES, (1.0, 4.0), (0, 1))
 }
 
 
