@@ -227,7 +227,7 @@ def fit(
     operands = place, rows.flag, rho, scale[None], *shifts, x
     of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
     shift, rho, largest = run(measure_kernel, None, operands, (of_row, of_row, of_row), (size,), warps=4, stages=1)
-    exponent = exponent_of(largest)
+    exponent = chunk_exponent(largest)
     operands = place, rho * power_of_two(-exponent), shift, *shifts
     of_x = x if scales_x else None
     e, of_x = run(
@@ -243,7 +243,7 @@ def fit(
     return Fitted(rows, e, of_x, rho, power_of_two(exponent) * head)
 
 
-def exponent_of(largest: Array) -> Array:
+def chunk_exponent(largest: Array) -> Array:
     """Returns the exponent of a chunk's power of two, () int32, from the largest magnitudes of rho x in its rows,
     (rows,) float32: (50)."""
     most = largest.max()
@@ -253,7 +253,7 @@ def exponent_of(largest: Array) -> Array:
 def times_rho(x: Array, rho: Array) -> tuple[Array, Array]:
     """Returns rho x of a chunk's rows x (rows, D), divided by a power of two, and that power, () float32: (50)."""
     largest = jnp.abs(rho) * jnp.abs(x).max(1).astype(jnp.float32)
-    exponent = exponent_of(jnp.where(largest < jnp.inf, largest, 0.0))
+    exponent = chunk_exponent(jnp.where(largest < jnp.inf, largest, 0.0))
     factor = (rho * power_of_two(-exponent))[:, None]
     return jnp.where(factor == 0, 0.0, x.astype(jnp.float32) * factor).astype(x.dtype), power_of_two(exponent)
 

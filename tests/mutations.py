@@ -784,7 +784,7 @@ SAVED_ROWS = (
     ),
     Mutation(
         "jax_pallas/float16.py",
-        "exponent_of(jnp.where(largest < jnp.inf, largest, 0.0))",
+        "chunk_exponent(jnp.where(largest < jnp.inf, largest, 0.0))",
         "jnp.int32(0)",
         tests("jax_pallas_float16", "times_rho"),
     ),
