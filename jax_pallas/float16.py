@@ -6,7 +6,8 @@ bfloat16 has the range of float32, so the target's logit is a good enough refere
     exponentials that are too large are shifted       `row_kernels.shift_of`, in the kernels of the exponentials
     a row with a shift gets one shift for all classes `fit`
     rho x in float16                                  `fit`: one power of two for a chunk, a factor of E^T x
-    gradients for an unknown upstream gradient        `fit`: (34); of each row `unit_scale`: (52)
+    gradients for an unknown upstream gradient        `fit`: (34)
+    the same of saved rows                            `unit_scale`: (52); `times_rho`: (50)
 
 A row that is shifted is read and written once more. Nothing is multiplied again. Equations: linear_ce/MATH.md.
 """
