@@ -7,6 +7,7 @@ bfloat16 has the range of float32, so the target's logit is a good enough refere
     a row with a shift gets one shift for all classes `finish`
     rho x in float16                                  `finish`: one power of two for a chunk, a factor of E^T x
     gradients for an unknown upstream gradient        `scales_of`, `finish` and `scale_head`: (34)
+    the same of saved rows                            `saved_kernels.scale_units`: (52)
 
 A row that is shifted is read and written once more. Nothing is multiplied again. The kernels here have no matmul.
 Equations: linear_ce/MATH.md.
@@ -293,7 +294,7 @@ def finish(
     `row_kernels.finish_rows`, and rho and theta of its rows.
 
     Args:
-        class_blocks: of e, with block_width classes each.
+        class_blocks: of e, with block_width classes each. 0: e is left as it is, as that of saved rows.
         planes: how many statistics each class block has.
         of_logits: these statistics; the last of them are shifts.
 

@@ -132,7 +132,7 @@ def linear_cross_entropy(
             results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
             matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
             with grad_into, with head_precision "float32" and with batch_invariant. With the kernels it must also be 0
-            for a float16 input, and for label smoothing with a bfloat16 input.
+            for label smoothing with a 16-bit input.
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
@@ -291,8 +291,7 @@ def linear_log_probs(
         grad_into: (V, D) float32 buffer, contiguous. Each backward pass adds the gradient of linear_weight to it.
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
             gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
-            It must be 0 with grad_into, with head_precision "float32", with batch_invariant and, with the kernels, for
-            a float16 input.
+            It must be 0 with grad_into, with head_precision "float32" and with batch_invariant.
         batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
             gradient of entropy or lse is then an error in the backward pass.
         input: as all other arguments, see `linear_cross_entropy`.

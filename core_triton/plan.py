@@ -438,7 +438,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             holds=holds_rows,
             needs_cast=casts_head,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=1 if key.stage == "saved_rows" else key.statistics + (fits_float16 and needs_grad),
+            statistics=(1 if key.stage == "saved_rows" else key.statistics) + (fits_float16 and needs_grad),
             tiling=tiling,
             splits_head=key.splits_head,
             programs=key.device.multiprocessors * (key.splits_head and hopper),
@@ -480,15 +480,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
 
 def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str | None:
     """Returns why kernels save no rows of a call with this input's dtype and label smoothing, a sentence, or None."""
-    if implementation == "chunked" or dtype == "float32":
+    if implementation == "chunked" or dtype == "float32" or not label_smoothing:
         return None
-    if dtype != "bfloat16":
-        kind = f"with a {dtype} input, of which the kernels save nothing"
-    elif label_smoothing:
-        kind = f"with label_smoothing {label_smoothing} and a bfloat16 input, of which the kernels save nothing"
-    else:
-        return None
-    return f"saved_budget must be 0 {kind}: use implementation='chunked'"
+    return (
+        f"saved_budget must be 0 with label_smoothing {label_smoothing} and a {dtype} input, of which the kernels save "
+        "nothing: use implementation='chunked'"
+    )
 
 
 def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:

@@ -127,8 +127,8 @@ NO_GRADIENTS = NeedsGrad(False, False, False)
 class SavedRows(NamedTuple):
     """What a forward pass keeps of the first S rows of a call, whose upstream gradients it does not know: MATH.md (41).
 
-    Fields are None if not needed. The last four are in the order of the packed rows (`scaled_exp.PackedRows`), and None
-    if the rows are not packed.
+    Fields are None if not needed. The last six are None if the rows are not packed. Those after unit_d_input are in the
+    order of the packed rows (`scaled_exp.PackedRows`) if there are such, but unit_scale is in the order of the call.
     """
 
     e: Tensor | None  # (S, K or more), input's dtype: the exponentials F, or d_logits for an upstream gradient of 1
@@ -138,9 +138,11 @@ class SavedRows(NamedTuple):
     packed_target: Tensor | None  # (S,) int64
     order: Tensor | None  # (S,) int64
     count: Tensor | None  # () int32
+    unit_scale: Tensor | None  # (S,) float32, of packed float16: unit_d_input, rho and theta are divided by it
+    largest_x: Tensor | None  # (S,) float32, of packed float16: the largest magnitude in a row of the input
 
 
-NOTHING_SAVED = SavedRows(*[None] * 7)
+NOTHING_SAVED = SavedRows(*[None] * 9)
 
 
 def float32_matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Triton kernels for the rows that are saved for the backward pass: their factors, once the upstream gradients are
-known. Equations: linear_ce/MATH.md.
+"""Triton kernels for the rows that are saved for the backward pass: zeros in place of NaN, powers of two of float16,
+and the factors of rows once the upstream gradients are known. Equations: linear_ce/MATH.md.
 """
 
 from typing import NamedTuple
@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from core_triton.float16 import exponent_of, power_of_two
+from core_triton.kernels import LOG2_E
 from core_triton.launch import At, cdiv, column_block, launch
 from core_triton.problem import SavedRows
+from core_triton.row_kernels import BLOCKS_AT_ONCE, SMALL_BLOCK, column_sums
 
 
 @triton.jit
@@ -30,6 +33,53 @@ def clear(e: Tensor, rho: At) -> None:
     """Launches `clear_kernel` on e (n, V)."""
     n, classes = e.shape
     launch(clear_kernel, (n,), e, rho, classes, e.stride(0), BLOCK=1024, num_warps=4)
+
+
+@triton.jit
+def scale_units_kernel(
+    sum_ptr, ref_exponent_ptr, target_logit_ptr, row_ptr, rho_ptr, theta_ptr, scale_out_ptr, rows, class_blocks,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Divides rho and theta (rows,) by a power of two, so that the larger of |theta| and |rho| times the sum of the
+    other exponentials is between 1/2 and 1: (52). Writes it to scale_out (N,) at the rows row (rows,) int64 of the
+    call. It is 1 where the factors are 0 or not finite.
+
+    Reads sum (class_blocks, rows), and ref_exponent and target_logit (rows,). One program owns BLOCK_N rows.
+    """
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row_ids < rows
+    total = column_sums(sum_ptr, row_ids, rows, rows, class_blocks, BLOCK_N, BLOCK_T)
+    ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
+    target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
+    rho = tl.load(rho_ptr + row_ids, mask=inside, other=0.0)
+    theta = tl.load(theta_ptr + row_ids, mask=inside, other=0.0)
+    # Where the target has all of the sum in float32, the others have less than its last bit.
+    rest = tl.maximum(total - tl.exp2(target_logit * LOG2_E - ref_exponent), total * 2.0**-24)
+    magnitude = tl.maximum(tl.abs(rho) * rest, tl.abs(theta))
+    usable = (magnitude > 0) & (magnitude < float("inf")) & (rho != 0)
+    exponent = tl.minimum(tl.maximum(exponent_of(tl.where(usable, magnitude, 0.5)) + 1, -126), 126)
+    tl.store(rho_ptr + row_ids, rho * power_of_two(-exponent), mask=inside)
+    tl.store(theta_ptr + row_ids, theta * power_of_two(-exponent), mask=inside)
+    row = tl.load(row_ptr + row_ids, mask=inside, other=0)
+    tl.store(scale_out_ptr + row, power_of_two(exponent), mask=inside)
+
+
+def scale_units(
+    n: int,
+    class_blocks: int,
+    *,
+    sums: At,
+    ref_exponent: At,
+    target_logit: At,
+    order: At,
+    rho: At,
+    theta: At,
+    scale_out: Tensor,
+) -> None:
+    """Launches `scale_units_kernel` for n packed rows, after `row_kernels.finish_rows`."""
+    arrays = sums, ref_exponent, target_logit, order, rho, theta, scale_out
+    blocks = {"BLOCK_N": SMALL_BLOCK, "BLOCK_T": BLOCKS_AT_ONCE}
+    launch(scale_units_kernel, (cdiv(n, SMALL_BLOCK),), *arrays, n, class_blocks, **blocks, num_warps=4)
 
 
 class Multiplied(NamedTuple):

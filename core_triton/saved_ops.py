@@ -321,8 +321,8 @@ def run_saved_gradients(
         if plan.path == "scaled_exp":
             from core_triton.scaled_exp import saved_gradients
 
-            d_head = saved_gradients(problem, saved, factor, needs_grad, d_head)
-            input_factor = factor
+            input_factor = factor if saved.unit_scale is None else factor * saved.unit_scale
+            d_head = saved_gradients(problem, saved, input_factor, needs_grad, d_head)
         else:
             assert saved.rho is not None
             input_factor = torch.where(factor == 0, 0.0, factor * saved.rho)
@@ -360,23 +360,26 @@ def _parsed(call: SavedCall, found: list[Tensor]) -> SavedLosses:
 
 def _saved_there(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> list[bool]:
     """Returns which of the `SavedRows` are not None."""
-    packed = _packs(options.implementation, arrays.input.dtype)
-    head = needs_grad.d_weight or needs_grad.d_bias
-    return [head, needs_grad.d_input, head or not packed, *[packed and head] * 4]
+    packed, float16 = _packs(options.implementation, arrays.input.dtype), arrays.input.dtype == torch.float16
+    d_input, head = needs_grad.d_input, needs_grad.d_weight or needs_grad.d_bias
+    of_float16 = [packed and float16 and needed for needed in (d_input, head)]
+    return [head, d_input, head or not packed, *[packed and head] * 4, *of_float16]
 
 
 def fake_saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRows:
     """Returns tensors like those of `SavedRows`."""
     x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.vocab_size
     there = _saved_there(arrays, options, needs_grad)
-    packed = there[3]
+    packed, vector = there[3], x.new_empty(rows, dtype=torch.float32)
     made = (
         x.new_empty((rows, -(-classes // 64) * 64 if packed else classes)),
         x.new_empty((rows, x.shape[1])),
-        x.new_empty(rows, dtype=torch.float32),
-        x.new_empty(rows, dtype=torch.float32),
+        vector,
+        torch.empty_like(vector),
         arrays.target.new_empty(rows),
         arrays.target.new_empty(rows),
         x.new_empty((), dtype=torch.int32),
+        torch.empty_like(vector),
+        torch.empty_like(vector),
     )
     return SavedRows(*(one if kept else None for one, kept in zip(made, there, strict=True)))

@@ -216,7 +216,9 @@ def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tu
     x, e = problem.input, None
     if needs_grad.d_weight or needs_grad.d_bias:
         e = x.new_empty((len(x), tile_config.padded(problem.classes)))
-    only_input = NeedsGrad(needs_grad.d_input, False, False)
+    only_input, unit_scale = NeedsGrad(needs_grad.d_input, False, False), None
+    if needs_grad.d_input and plan_of(problem).fits_float16:
+        unit_scale = torch.empty_like(problem.row_weight)
     with on_device(x.device):
         rows, loss, found, gradients = _run(
             problem,
@@ -226,12 +228,15 @@ def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tu
             hook=None,
             d_input=None,
             saved_e=e,
+            unit_scale=unit_scale,
         )
-    saved = NOTHING_SAVED._replace(e=e, unit_d_input=gradients.d_input)
+    saved = NOTHING_SAVED._replace(e=e, unit_d_input=gradients.d_input, unit_scale=unit_scale)
     if e is not None:
         saved = saved._replace(
             rho=rows.rho, theta=rows.theta, packed_target=rows.target, order=rows.order, count=rows.count
         )
+    if e is not None and rows.float16 is not None:
+        saved = saved._replace(largest_x=rows.float16.largest_x)
     return loss, found, saved
 
 
@@ -242,7 +247,7 @@ def saved_gradients(
 
     Args:
         problem: that of `save_rows`.
-        factor: (N,) the upstream gradients, 0 in rows that do not contribute.
+        factor: (N,) the upstream gradients times `unit_scale`, if not None; 0 in rows that do not contribute.
     """
     if saved.e is None or not (needs_grad.d_weight or needs_grad.d_bias):
         return others
@@ -259,14 +264,25 @@ def saved_gradients(
         rows = saved_kernels.multiply_rows(saved, factor)
         hidden = tile_config.padded_hidden(x.shape[1], x.itemsize)
         scaled = (x.new_empty if hidden == x.shape[1] else x.new_zeros)((config.rows, hidden))
+        factor, fitted, scratch = rows.rho, None, scaled
+        if d_weight is not None and plan.fits_float16:  # the chunks' powers of two depend on all upstream gradients
+            assert saved.largest_x is not None
+            factor, scratch = (rows.rho != 0).float(), rows.rho.new_empty(config.scratch)
+            of_chunks = torch.zeros(len(config.chunks(len(x))), dtype=torch.int32, device=x.device)
+            fitted = float16.make_rows(rows.rho, of_chunks, None)._replace(largest_x=saved.largest_x)
         for chunk in problem.chunks(config.rows):
             n, starts = chunk.stop - chunk.start, first and chunk.start == 0
             e, chunk_x = saved.e[chunk, :classes], scaled[:n]
             rho = At(rows.rho, chunk.start)
             if d_weight is not None:
-                saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=rho)
-                active = Active(saved.count, chunk.start, int(starts))
-                _add_d_weight(problem, e, chunk_x, scaled, active, d_weight, slice(0, classes), first=starts)
+                saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=At(factor, chunk.start))
+                count: Tensor | At = saved.count
+                if fitted is not None:
+                    of_rows = {"rho": rows.rho, "theta": rows.theta, "count": saved.count, "e": e, "x": chunk_x}
+                    number = chunk.start // config.rows
+                    count = float16.finish(problem, fitted, number, chunk.start, n, 0, 1, 1, of_logits=rho, **of_rows)
+                active = Active(count, chunk.start, int(starts))
+                _add_d_weight(problem, e, chunk_x, scratch, active, d_weight, slice(0, classes), first=starts)
             if d_bias is not None:
                 row_kernels.add_class_sums(d_bias, e, rho, first=starts)
         total = None if d_weight is None else d_weight.sum
@@ -289,9 +305,11 @@ def _run(
     hook: TokenHook | None,
     d_input: Tensor | None,
     saved_e: Tensor | None = None,
+    unit_scale: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> tuple[PackedRows, Tensor, RowStatistics, Gradients]:
-    """Runs `scaled_exp`. The exponentials of all rows go to `saved_e` (N, padded K) if that is not None."""
+    """Runs `scaled_exp`. The exponentials of all rows go to `saved_e` (N, padded K) if that is not None. Then, or with
+    `unit_scale` (N,), which gets the powers of two that d_input of float16 is divided by, rows are saved."""
     plan = plan_of(problem)
     config = plan.scaled_exp_config
     smoothing = Smoothing.of(problem, config.head_rows, scales)
@@ -305,7 +323,8 @@ def _run(
     d_bias = problem.row_weight.new_empty(classes) if needs_grad.d_bias else None
     if d_bias is not None and not tokens:
         d_bias.zero_()
-    if plan.fits_float16 and any(needs_grad):
+    fits = plan.fits_float16 and (any(needs_grad) or saved_e is not None)
+    if fits:
         statistics |= SHIFTS
     if smoothing is not None and d_weight is not None and plan.fits_float16:
         smoothing.start_head(d_weight)
@@ -366,6 +385,18 @@ def _run(
             _finish_statistics(problem, config, rows, chunk, scratch, statistics)
         if saved_e is not None and e is not None:
             saved_kernels.clear(e.first, At(rows.rho, start))
+        if unit_scale is not None:
+            saved_kernels.scale_units(
+                n,
+                config.blocks,
+                sums=At(scratch, 0),
+                ref_exponent=At(rows.ref_exponent, start),
+                target_logit=At(rows.target_logit, start),
+                order=At(rows.order, start),
+                rho=At(rows.rho, start),
+                theta=At(rows.theta, start),
+                scale_out=unit_scale,
+            )
         if smoothing is not None:
             smoothing.add_to_rows(
                 n,
@@ -417,7 +448,7 @@ def _run(
     gradients = Gradients(d_input, made_d_weight, d_bias)
     report = ranges.current()
     if report is not None:
-        shift = rows.float16.shift if rows.float16 is not None and any(needs_grad) else None
+        shift = rows.float16.shift if rows.float16 is not None and fits else None
         flag = rows.flag
         if config.first_rows:  # the other chunks have fewer row blocks
             assert plan.tile is not None

@@ -7,6 +7,7 @@ bfloat16 has the range of float32, so the target's logit is a good enough refere
     a row with a shift gets one shift for all classes `fit`
     rho x in float16                                  `fit`: one power of two for a chunk, a factor of E^T x
     gradients for an unknown upstream gradient        `fit`: (34)
+    the same of saved rows                            `unit_scale`: (52); `times_rho`: (50)
 
 A row that is shifted is read and written once more. Nothing is multiplied again. Equations: linear_ce/MATH.md.
 """
@@ -227,8 +228,7 @@ def fit(
     operands = place, rows.flag, rho, scale[None], *shifts, x
     of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
     shift, rho, largest = run(measure_kernel, None, operands, (of_row, of_row, of_row), (size,), warps=4, stages=1)
-    largest = largest.max()
-    exponent = jnp.where(largest > 0, jnp.frexp(largest)[1] - 1 - LARGEST_X, 0).clip(LEAST_POWER, MOST_POWER)
+    exponent = chunk_exponent(largest)
     operands = place, rho * power_of_two(-exponent), shift, *shifts
     of_x = x if scales_x else None
     e, of_x = run(
@@ -242,3 +242,34 @@ def fit(
         stages=1,
     )
     return Fitted(rows, e, of_x, rho, power_of_two(exponent) * head)
+
+
+def chunk_exponent(largest: Array) -> Array:
+    """Returns the exponent of a chunk's power of two, () int32, from the largest magnitudes of rho x in its rows,
+    (rows,) float32: (50)."""
+    most = largest.max()
+    return jnp.where(most > 0, jnp.frexp(most)[1] - 1 - LARGEST_X, 0).clip(LEAST_POWER, MOST_POWER)
+
+
+def times_rho(x: Array, rho: Array) -> tuple[Array, Array]:
+    """Returns rho x of a chunk's rows x (rows, D), divided by a power of two, and that power, () float32: (50)."""
+    largest = jnp.abs(rho) * jnp.abs(x).max(1).astype(jnp.float32)
+    exponent = chunk_exponent(jnp.where(largest < jnp.inf, largest, 0.0))
+    factor = (rho * power_of_two(-exponent))[:, None]
+    return jnp.where(factor == 0, 0.0, x.astype(jnp.float32) * factor).astype(x.dtype), power_of_two(exponent)
+
+
+def unit_scale(problem: Problem, rows: CallRows, chunk: Slice) -> Array:
+    """Returns the powers of two by which rho, theta and d_input of a chunk are divided, if they are saved for unknown
+    upstream gradients, (chunk rows,) float32: (52). They are 1 where the factors are 0 or not finite."""
+    assert rows.theta is not None
+    spec, row_weight, lse = problem.spec, chunk.of(rows.row_weight), chunk.of(rows.lse)
+    kept = row_weight
+    if problem.class_weight is not None:
+        kept = kept * problem.class_weight[chunk.of(rows.target).clip(0)]
+    upstream = spec.logit_scale * (kept + 2.0 * spec.z_loss_weight * row_weight * lse)
+    # Where the target has all of the sum in float32, the others have less than its last bit.
+    rest = jnp.maximum(-jnp.expm1(chunk.of(rows.target_logit) - lse), 2.0**-24)
+    magnitude = jnp.maximum(jnp.abs(upstream) * rest, jnp.abs(chunk.of(rows.theta)))
+    usable = (magnitude > 0) & (magnitude < jnp.inf)
+    return power_of_two(jnp.where(usable, jnp.frexp(magnitude)[1], 0).clip(-126, 126))

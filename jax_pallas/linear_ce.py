@@ -172,10 +172,10 @@ def linear_cross_entropy(
             results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
             matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
             with grad_into and with head_precision "float32". "chunked" saves rows of any other call. The kernels save
-            rows of a bfloat16 input and linear_weight without label smoothing: "mosaic" if D is a multiple of 64,
-            "pallas_triton" if V is a multiple of 64 without padding. Other calls raise an error that names the reason.
-            Under `jax.vmap` the budget is that of one element of the batch. The implementation is chosen where the
-            call is traced: a program that is lowered for a platform with another one raises an error, unless it is
+            rows of a 16-bit input and a linear_weight of its dtype without label smoothing: "mosaic" if D is a multiple
+            of 64, "pallas_triton" if V is a multiple of 64 without padding. Other calls raise an error that names the
+            reason. Under `jax.vmap` the budget is that of one element of the batch. The implementation is chosen where
+            the call is traced: a program that is lowered for a platform with another one raises an error, unless it is
             named.
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that

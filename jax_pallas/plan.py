@@ -343,7 +343,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=1 if key.stage == "saved_rows" else key.statistics + shifts,
+            statistics=(1 if key.stage == "saved_rows" else key.statistics) + shifts,
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
@@ -404,7 +404,7 @@ def why_unsaved(
         limits = launch.hopper_gradient_limits(x.dtype, hidden, vocab)
     if implementation == "chunked":
         return None
-    if x.dtype != "bfloat16":
+    if x.dtype == "float32":
         kind = f"with a {x.dtype} input, of which the kernels save nothing"
     elif w.dtype != x.dtype:
         kind = f"with a {w.dtype} linear_weight, under which the kernels save nothing"

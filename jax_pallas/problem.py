@@ -137,6 +137,8 @@ class SavedRows(NamedTuple):
     unit_d_input: Array | None  # (S, D), input's dtype, for an upstream gradient of 1
     rho: Array | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
     theta: Array | None  # (S,) float32, the targets' terms, for an upstream gradient of 1; None where e has them
+    # (S,) float32, of float16 exponentials: unit_d_input, rho and theta are divided by it; None if they are not.
+    unit_scale: Array | None = None
 
 
 def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:

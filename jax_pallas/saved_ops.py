@@ -297,8 +297,8 @@ def _saved_gradients(
     if plan_of(problem).path == "scaled_exp":
         from jax_pallas.scaled_exp import saved_gradients
 
-        d_head = saved_gradients(problem, saved, factor, needs_grad, d_head)
-        input_factor = factor
+        input_factor = factor if saved.unit_scale is None else factor * saved.unit_scale
+        d_head = saved_gradients(problem, saved, input_factor, needs_grad, d_head)
     else:
         assert saved.rho is not None
         input_factor = jnp.where(factor == 0, 0.0, factor * saved.rho)

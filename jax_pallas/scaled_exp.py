@@ -55,10 +55,11 @@ Scales = tuple[Array, Array] | None
 
 
 class SavedChunk(NamedTuple):
-    """What `save_rows` saves of the exponentials of a chunk, or of all."""
+    """What `save_rows` saves of a chunk, or of all; None if not needed."""
 
     e: Any  # (rows or more, padded), zeros in rows whose rho is NaN; those of all chunks in a tuple
-    rho: Array  # (rows,)
+    rho: Array | None  # (rows,)
+    unit_scale: Array | None  # (rows,), of float16
 
 
 class OfTokens(NamedTuple):
@@ -116,11 +117,14 @@ def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tu
     """
     head = needs_grad.d_weight or needs_grad.d_bias
     needs_grad = NeedsGrad(needs_grad.d_input, False, False)
-    rows, gradients, found = _run(problem, needs_grad, None, None, statistics=statistics & ~BY_ROW, saves=head)
+    statistics, units = statistics & ~BY_ROW, needs_grad.d_input and plan_of(problem).fits_float16
+    rows, gradients, found = _run(problem, needs_grad, None, None, statistics=statistics, saves=head, units=units)
     saved = SavedRows(None, gradients.d_input, None, None)
     if found.saved is not None:
+        saved = saved._replace(**found.saved._asdict())
+    if head:
         assert rows.theta is not None
-        saved = saved._replace(**found.saved._asdict(), theta=rows.theta[: problem.tokens])
+        saved = saved._replace(theta=rows.theta[: problem.tokens])
     return rows.loss[: problem.tokens], _statistics_of_call(problem, rows, found), saved
 
 
@@ -131,7 +135,7 @@ def saved_gradients(
 
     Args:
         problem: that of `save_rows`.
-        factor: (N,) the upstream gradients, 0 in rows that do not contribute.
+        factor: (N,) the upstream gradients times `unit_scale`, if not None; 0 in rows that do not contribute.
     """
     if saved.e is None or saved.rho is None or saved.theta is None:
         return others
@@ -149,12 +153,16 @@ def saved_gradients(
             of_bias = jnp.where(of_rows == 0, 0.0, e[: chunk.size, : problem.classes].astype(jnp.float32) * of_rows)
             d_bias = d_bias + of_bias.sum(0)
         if d_weight is not None:
-            x = jnp.where(of_rows == 0, 0.0, chunk.of(problem.input).astype(jnp.float32) * of_rows)
+            x, power = chunk.of(problem.input), None
+            if plan_of(problem).fits_float16:
+                x, power = float16.times_rho(x, of_rows[:, 0])
+            else:
+                x = jnp.where(of_rows == 0, 0.0, x.astype(jnp.float32) * of_rows).astype(x.dtype)
             past = config.kernel_rows(chunk.size) - chunk.size
-            x = jnp.pad(x.astype(problem.input.dtype), ((0, past), (0, 0)))
+            x = jnp.pad(x, ((0, past), (0, 0)))
             first = start == 0 and others.d_weight is None
             d_weight, x = lax.optimization_barrier((d_weight, x))  # chunks one after the other
-            d_weight = _add_d_weight(problem, chunk, e, x, 0, d_weight, first=first)
+            d_weight = _add_d_weight(problem, chunk, e, x, 0, d_weight, power, first=first)
     target = jnp.where((problem.target >= 0) & (problem.target < problem.classes), problem.target, -1)
     d_weight, d_bias = _add_targets(problem, target.astype(jnp.int32), theta, theta, d_weight, d_bias)
     if d_bias is not None and b is not None:
@@ -186,10 +194,12 @@ def _run(
     *,
     statistics: int,
     saves: bool = False,
+    units: bool = False,
     scales: Scales = None,
 ) -> tuple[CallRows, Gradients, OfTokens]:
     """Returns the rows of the call, the gradients and what is known of the tokens. In the results of a token loss, the
-    gradients of the closure (chunks, ...) are those of each chunk. With `saves` the exponentials are saved."""
+    gradients of the closure (chunks, ...) are those of each chunk. With `saves` the exponentials are saved. With
+    `units` d_input, rho and theta have the scales of `float16.unit_scale`."""
     config, tokens, bias_scale = plan_of(problem).scaled_exp_config, problem.tokens, None
     if scales is not None and problem.grad_into is not None:
         scales, bias_scale = (scales[0], jnp.float32(1.0)), scales[1]
@@ -212,7 +222,8 @@ def _run(
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
         shared = hook, smoothing, scales, statistics
-        return _chunk(problem, carry, chunk, places, *shared, first=first, gradients=gradients, saves=saves)
+        options = {"first": first, "gradients": gradients, "saves": saves, "units": units}
+        return _chunk(problem, carry, chunk, places, *shared, **options)
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     starts = smoothing is not None and plan_of(problem).fits_float16
@@ -323,6 +334,7 @@ def _chunk(
     first: bool,
     gradients: bool,
     saves: bool,
+    units: bool,
 ) -> tuple[Carry, OfTokens]:
     """Computes one chunk of rows. Returns the carry and what is known of its tokens."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
@@ -366,6 +378,11 @@ def _chunk(
         rows = rows._replace(theta=chunk.put(rows.theta, theta))
         if fits:
             smooth = smoothing.of_input(Slice(chunk.start, size, None).of(rows.row_weight))
+    unit_scale = None
+    if units and rho is not None and rows.theta is not None:
+        unit_scale = float16.unit_scale(problem, rows, chunk)
+        rows = rows._replace(theta=chunk.put(rows.theta, chunk.of(rows.theta) / unit_scale))
+        rho = rho / jnp.pad(unit_scale, (0, size - chunk.size), constant_values=1.0)
     if fits and e is not None and rho is not None:
         rows, e, scaled, rho, power = float16.fit(
             rows, chunk, place, size, found, e, x, start, rho, scales_x=scales_x, scales=scales
@@ -377,7 +394,9 @@ def _chunk(
         assert e is not None
         assert rho is not None
         e = saved_kernels.clear(e, rho)
-        of_tokens = of_tokens._replace(saved=SavedChunk(e, rho[: chunk.size]))
+        of_tokens = of_tokens._replace(saved=SavedChunk(e, rho[: chunk.size], unit_scale))
+    elif unit_scale is not None:
+        of_tokens = of_tokens._replace(saved=SavedChunk(None, None, unit_scale))
     if e is None or rho is None:
         return carry, of_tokens
     x = x if scaled is None else scaled

@@ -142,7 +142,10 @@ def _upstream(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
     def draw() -> np.ndarray:
         value = rng.standard_normal(shape) if per_token else np.asarray(1.7)
-        value = value if case.upstream == "random" else np.ones(shape)
+        if case.upstream == "wide":
+            value = np.copysign(10.0 ** rng.uniform(-6.0, 3.0, shape), value)
+        elif case.upstream == "one":
+            value = np.ones(shape)
         return np.asarray(case.loss_scale * value, np.float32)
 
     if case.function != "log_probs":

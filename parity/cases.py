@@ -71,7 +71,7 @@ class Case:
     vocab_axis: int = 0  # 1: the head reaches JAX as (D, V), and PyTorch as a transposed view
     tight_memory: bool = False
     saved_budget: int = 0  # bytes
-    upstream: Literal["one", "random"] = "one"
+    upstream: Literal["one", "random", "wide"] = "one"  # "wide": from 1e-6 to 1e3
     unused: tuple[str, ...] = ()  # results of log_probs that nothing is computed from: their upstream gradients are 0
     with_stats: bool = True
     token_stats: bool = False  # a token loss also returns all its statistics
@@ -518,8 +518,13 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         _BF16,
     ),
     ("saved-nan", {**_SAVED, "spec": _NONE, "has_bias": True, "poison": ("input_nan", "target_range")}, _BF16),
-    ("saved-tight", {**_SAVED, "spec": _NONE, "lead": (600,), "tight_memory": True}, _BF16),
-    ("saved-part", {**_PART, "spec": _NONE, "has_bias": True, "ignored": "some"}, _BF16),
+    (
+        "saved-tight",
+        {**_SAVED, "spec": _NONE, "lead": (600,), "tight_memory": True, "upstream": "wide", "loss_scale": 1.0}
+        | {"logit_std": 3.5},
+        ("float16",),
+    ),
+    ("saved-part", {**_PART, "spec": _NONE, "has_bias": True, "ignored": "some", "tight_memory": True}, _BF16),
     ("saved-frozen_input", {**_SAVED, "spec": _NONE, "has_bias": True, "frozen": ("input",)}, _BF16),
 )
 _LOG_PROB: dict[str, Any] = {"unused": ("entropy", "lse")}
@@ -563,9 +568,9 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("saved", {**_SAVED, **_LOG_PROB, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
     ("saved-logits80", {**_SAVED, **_LOG_PROB, "logit_std": 40.0}, _BF16),
     ("saved-range", {**_SAVED, **_LOG_PROB, "poison": ("target_range",)}, _BF16),
-    ("saved-part", {**_PART, **_LOG_PROB}, _BF16),
+    ("saved-part", {**_PART, **_LOG_PROB}, ("float16",)),
     ("saved-entropy", {**_SAVED}, _BF16),  # a gradient of the entropy: what was saved is not used
-    ("saved-frozen_weight", {**_SAVED, **_LOG_PROB, "frozen": ("linear_weight",)}, _BF16),
+    ("saved-frozen_weight", {**_SAVED, **_LOG_PROB, "frozen": ("linear_weight",)}, ("float16",)),
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}

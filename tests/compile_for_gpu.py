@@ -1,9 +1,9 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "float16", "float16_smoothing", "none", "saved", "eval", "token_loss",
-"token_entropy", "token_stats", "grad_into", "none_into", "log_probs_into" or "split_head"), n, d, v, vocab_axis and
-implementation.
+a JSON list of dicts with the keys mode ("train", "float16", "float16_smoothing", "none", "saved", "saved_float16",
+"eval", "token_loss", "token_entropy", "token_stats", "grad_into", "none_into", "log_probs_into" or "split_head"), n, d,
+v, vocab_axis and implementation.
 """
 
 import json
@@ -94,7 +94,7 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
 
     head = (v, d) if vocab_axis == 0 else (d, v)
     donated: tuple[int, ...] = ()
-    dtype = jnp.float16 if mode in ("float16", "float16_smoothing") else jnp.bfloat16
+    dtype = jnp.float16 if "float16" in mode else jnp.bfloat16
     arguments = [shape((n, d), dtype), shape(head, dtype), shape((n,), jnp.int32)]
     function: Any = loss
     if mode in ("train", "float16", "float16_smoothing"):
@@ -107,8 +107,8 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
     elif mode == "token_stats":
         function = jax.value_and_grad(token_stats, argnums=(0, 1), has_aux=True)
         arguments += [shape((n,), jnp.float32)] * 2
-    elif mode in ("none", "saved"):
-        function, arguments = {"none": none, "saved": saved}[mode], [*arguments, shape((n,), jnp.float32)]
+    elif mode in ("none", "saved", "saved_float16"):
+        function, arguments = none if mode == "none" else saved, [*arguments, shape((n,), jnp.float32)]
     elif mode == "grad_into":
         function, arguments, donated = grad_into, [*arguments, shape(head, jnp.float32)], (3,)
     elif mode in ("none_into", "log_probs_into"):

@@ -44,6 +44,8 @@ from core_triton import (
     row_kernels,
     row_math,
     row_statistics,
+    saved_kernels,
+    saved_ops,
     scaled_exp,
     target_grad,
     tile_config,
@@ -784,7 +786,7 @@ def run_log_probs(dtype: str, spread: float) -> None:
         ]
         repaired = int((-want.log_prob > LIMIT + 1).sum())
         say(name=f"{name}, spread {spread}", used={"difference": 0.0 if all(same) else 200.0}, repaired=repaired)
-    if dtype == "bfloat16":
+    if dtype != "float32":
         x, w = (one.clone().requires_grad_() for one in arrays)
         saved = core_triton.linear_log_probs(x, w, target, saved_budget=2**24, implementation=Running.implementation)
         same = all(torch.equal(a.detach(), b) for a, b in zip(saved, want, strict=True))
@@ -1113,10 +1115,10 @@ def run_weighted_views(dtype: str) -> None:
 # Rows that are saved for the backward pass.
 
 
-def run_saved() -> None:
+def run_saved(dtype: Literal["bfloat16", "float16"]) -> None:
     """A row of NaN and one without a class change nothing if their upstream gradients are 0. A second backward pass
     repeats the first. The entropies of several class blocks are those of `chunked`."""
-    made = problem(40, 24, 300, dtype=torch.bfloat16)
+    made = problem(40, 24, 300, dtype=getattr(torch, dtype))
     upstream = torch.linspace(-1.0, 2.0, 40)
     kept = [row for row in range(40) if row not in (1, 4, 7)]
     results = []
@@ -1146,7 +1148,56 @@ def run_saved() -> None:
         str(i): 100 * error(a.float().numpy(), b.float().numpy()) / 4e-3
         for i, (a, b) in enumerate(zip(*results, strict=True))
     }
-    say(name="saved", used=used)
+    say(name=f"saved, {dtype}", used=used)
+
+
+def run_saved_float16() -> None:
+    """Rows of float16 whose upstream gradients reach from 1e-6 to 1e3, and whose targets have up to 1 - 1e-7 of the
+    probability, in several chunks: the gradient of each row is that of a call that saves nothing, and those of the head
+    are exact. Then in one chunk with one gradient. What torch.compile knows of the saved rows."""
+    made, rows = problem(80, 64, 300, dtype=torch.float16), torch.arange(80)
+    x, of_target = 0.2 * made["input"].detach().float(), made["linear_weight"].detach()[made["target"]].float()
+    more = (8.0 + rows % 4 * 6.0 - (of_target * x).sum(1)) / of_target.square().sum(1)
+    made["input"] = (x + more[:, None] * of_target).half().requires_grad_()
+    upstream = 10.0 ** torch.linspace(-6.0, 3.0, 80)[torch.randperm(80, generator=torch.Generator().manual_seed(0))]
+    upstream *= 1.0 - 2.0 * (rows % 2)
+    upstream[3] = 0.0
+    exact = {name: one.detach().float().requires_grad_() if one.requires_grad else one for name, one in made.items()}
+    log_prob = core_triton.linear_log_probs(**exact, implementation="chunked").log_prob
+    want = dict(zip(exact, torch.autograd.grad(log_prob, leaves(exact), upstream), strict=False))
+    log_prob = core_triton.linear_log_probs(**made, implementation=Running.implementation).log_prob
+    (unsaved,) = torch.autograd.grad(log_prob, made["input"], upstream)
+    options = {"implementation": Running.implementation, "saved_budget": 2**24}
+    save, pick = saved_ops._save, saved_kernels.pick_rows
+    # Of the last, E^T (rho x) would be below the range of float16 without a power of two.
+    for wanted, budget, factor in (
+        (tuple(want), 50000, 1.0),
+        (("input",), None, 1.0),
+        (("linear_weight",), None, 1e-5),
+    ):
+        arrays = {name: one if name in wanted else one.detach() for name, one in made.items()}
+        calls = []
+
+        def saving(*call: Any, calls: list[Any] = calls) -> Any:
+            calls.append((call, save(*call)))
+            return calls[0][1]
+
+        with (
+            mock.patch.object(saved_ops, "_save", side_effect=saving),
+            mock.patch.object(saved_kernels, "pick_rows", side_effect=pick) as picks,
+        ):
+            log_prob = core_triton.linear_log_probs(**arrays, **options, memory_budget=budget).log_prob
+            found = dict(zip(wanted, torch.autograd.grad(log_prob, leaves(arrays), factor * upstream), strict=True))
+        (((of_arrays, of_call, _, needs_grad, _), (*_, kept)),) = calls
+        fake = saved_ops.fake_saved_rows(of_arrays, of_call, needs_grad)
+        for one, other in zip(kept, fake, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or (one.shape, one.dtype) == (other.shape, other.dtype)
+        used = {name: 100 * error(found[name].float().numpy(), factor * want[name].numpy()) / 1e-3 for name in wanted}
+        if "input" in found:  # a gradient below the range of float16 is off by half of its smallest number
+            wrong = (found["input"].float() - unsaved.float()).norm(dim=1)
+            used["row"] = (100 * wrong / (1e-3 * unsaved.float().norm(dim=1) + 2.0**-25 * 64**0.5)).max().item()
+        say(name=f"saved_float16, {len(wanted)}", used=used, chunks=picks.call_count)
 
 
 def run_sm80(name: str, *arguments: Any) -> None:
@@ -1175,6 +1226,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "stored": run_stored,
     "scale": run_scale,
     "saved": run_saved,
+    "saved_float16": run_saved_float16,
     "views": run_views,
     "weighted_views": run_weighted_views,
     "sm80": run_sm80,

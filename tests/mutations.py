@@ -724,6 +724,7 @@ HEAD_FLOAT32 = (
 SAVED = tests("core_triton_saved", "not compile and not opcheck")
 SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")
 JAX_SAVED = tests("jax_pallas_saved", "rows_that_do or part_of")
+JAX_SAVED_FLOAT16 = tests("jax_pallas_saved", "different_sizes")
 JAX_BUDGETS = tests("jax_pallas_saved", "smallest_budget")
 JAX_EXPLAINED = tests("jax_pallas_plan", "calls_without_gradients")
 SAVED_ROWS = (
@@ -755,6 +756,55 @@ SAVED_ROWS = (
     Mutation("core_triton/saved_kernels.py", "if rho != rho", "if rho == 1", SAVED_KERNELS),
     Mutation("core_triton/saved_kernels.py", "tl.where(theta == 0, -1, target)", "target", SAVED_KERNELS),
     Mutation("core_triton/saved_kernels.py", "tl.where(factor == 0, 0.0, rho * factor)", "rho * factor", SAVED_KERNELS),
+    Mutation(
+        "core_triton/saved_kernels.py",
+        "tl.maximum(total - tl.exp2(target_logit * LOG2_E - ref_exponent), total * 2.0**-24)",
+        "total",
+        SAVED_KERNELS,
+    ),
+    Mutation(
+        "core_triton/saved_ops.py",
+        "factor if saved.unit_scale is None else factor * saved.unit_scale",
+        "factor",
+        SAVED_KERNELS,
+    ),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "plan.fits_float16 and (any(needs_grad) or saved_e is not None)",
+        "plan.fits_float16 and any(needs_grad)",
+        SAVED_KERNELS,
+    ),
+    Mutation("core_triton/scaled_exp.py", "_replace(largest_x=saved.largest_x)", "", SAVED_KERNELS),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "factor, scratch = (rows.rho != 0).float(), rows.rho.new_empty(config.scratch)",
+        "scratch = rows.rho.new_empty(config.scratch)",
+        SAVED_KERNELS,
+    ),
+    Mutation(
+        "core_triton/saved_ops.py",
+        "[packed and float16 and needed for needed in (d_input, head)]",
+        "[packed and float16 and head] * 2",
+        SAVED_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/float16.py",
+        "jnp.maximum(-jnp.expm1(chunk.of(rows.target_logit) - lse), 2.0**-24)",
+        "1.0",
+        tests("jax_pallas_float16", "largest_factor"),
+    ),
+    Mutation(
+        "jax_pallas/saved_ops.py",
+        "factor if saved.unit_scale is None else factor * saved.unit_scale",
+        "factor",
+        JAX_SAVED_FLOAT16,
+    ),
+    Mutation(
+        "jax_pallas/float16.py",
+        "chunk_exponent(jnp.where(largest < jnp.inf, largest, 0.0))",
+        "jnp.int32(0)",
+        tests("jax_pallas_float16", "times_rho"),
+    ),
     Mutation("jax_pallas/chunked.py", "jnp.where(lost, jnp.nan, 1.0)", "jnp.where(lost, 0.0, 1.0)", JAX_SAVED),
     Mutation(
         "jax_pallas/chunked.py",

@@ -33,7 +33,7 @@ def results(function: str, arrays: dict[str, Any], **options: Any) -> list[Tenso
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("budget", ["all", "part"])
 def test_several_chunks(function: str, dtype: torch.dtype, implementation: str, budget: str) -> None:
@@ -75,10 +75,11 @@ def test_a_graph_replays_with_changed_inputs(function: str) -> None:
 @pytest.mark.usefixtures("no_other_programs")
 @pytest.mark.parametrize(("d", "v"), [(4096, 128256), (896, 151936)])
 @pytest.mark.parametrize("saved_budget", [2**30, 2**32])
-def test_memory_is_within_both_budgets(d: int, v: int, saved_budget: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_memory_is_within_both_budgets(d: int, v: int, saved_budget: int, dtype: torch.dtype) -> None:
     n, memory_budget = 4096, 2**29
-    x = torch.randn(n, d, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    w = (torch.randn(v, d, device=DEVICE, dtype=torch.bfloat16) * d**-0.5).requires_grad_()
+    x = torch.randn(n, d, device=DEVICE, dtype=dtype, requires_grad=True)
+    w = (torch.randn(v, d, device=DEVICE, dtype=dtype) * d**-0.5).requires_grad_()
     y, upstream = torch.randint(0, v, (n,), device=DEVICE), torch.rand(n, device=DEVICE)
     for _ in range(2):  # cuBLAS allocates its workspace once and keeps it
         torch.cuda.synchronize()
@@ -97,7 +98,7 @@ def test_memory_is_within_both_budgets(d: int, v: int, saved_budget: int) -> Non
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_nothing_waits_for_the_device(function: str, dtype: torch.dtype) -> None:
     arrays = gpu_problem(700, dtype=dtype)
     saved_budget = 600 * arrays["input"].itemsize * 1200
@@ -111,8 +112,9 @@ def test_nothing_waits_for_the_device(function: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's imports
-def test_a_compiled_function() -> None:
-    arrays, upstream = gpu_problem(600), torch.linspace(-1.0, 2.0, 600, device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compiled_function(dtype: torch.dtype) -> None:
+    arrays, upstream = gpu_problem(600, dtype=dtype), torch.linspace(-1.0, 2.0, 600, device=DEVICE)
 
     def log_prob(arrays: dict[str, Any]) -> Tensor:
         return core_triton.linear_log_probs(**arrays, saved_budget=ALL).log_prob
@@ -122,7 +124,25 @@ def test_a_compiled_function() -> None:
     assert_same(list(gradients), results("log_probs", arrays, saved_budget=ALL)[3:])
 
 
-def test_float16_is_refused() -> None:
-    arrays = gpu_problem(dtype=torch.float16)
-    with pytest.raises(ValueError, match="saved_budget must be 0 with a float16 input"):
-        results("none", arrays, saved_budget=ALL)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_upstream_gradients_of_very_different_sizes(implementation: str) -> None:
+    """Rows of float16 with upstream gradients from 1e-6 to 1e3, whose targets have up to 1 - 1e-6 of the probability,
+    in several chunks: the gradient of each row is that of a call that saves nothing, and those of all are exact."""
+    n, d, v = 1000, 128, 1001
+    arrays, rows = gpu_problem(n, d, v, dtype=torch.float16), torch.arange(n, device=DEVICE)
+    x, of_target = arrays["input"].detach().float(), arrays["linear_weight"].detach()[arrays["target"]].float()
+    more = (5.0 + rows % 4 * 6.0 - (of_target * x).sum(1)) / of_target.square().sum(1)
+    arrays["input"] = (x + more[:, None] * of_target).half().requires_grad_()
+    upstream = 10.0 ** torch.linspace(-6.0, 3.0, n, device=DEVICE)[torch.randperm(n, device=DEVICE)]
+    exact = {name: one.detach().float().requires_grad_() if one.requires_grad else one for name, one in arrays.items()}
+    options: dict[str, Any] = {"saved_budget": ALL, "memory_budget": 2**20, "implementation": implementation}
+
+    def pulled_back(arrays: dict[str, Any], **options: Any) -> list[Tensor]:
+        return list(
+            torch.autograd.grad(core_triton.linear_log_probs(**arrays, **options).log_prob, leaves(arrays), upstream)
+        )
+
+    found, (unsaved, _) = pulled_back(arrays, **options), pulled_back(arrays, implementation=implementation)
+    wrong = (found[0].float() - unsaved.float()).norm(dim=1)
+    assert (wrong <= 1e-3 * unsaved.float().norm(dim=1) + 2.0**-25 * d**0.5).all()
+    assert_close(found, pulled_back(exact, implementation="chunked"), 2 * ROUNDING[torch.float16])

@@ -264,8 +264,14 @@ def test_passes_over_stored_logits_of_several_blocks(results: Results) -> None:
     assert_within_budget(results)
 
 
-@pytest.mark.parametrize("program", [quick("saved")])
+@pytest.mark.parametrize("program", [quick("saved", "bfloat16"), quick("saved", "float16")])
 def test_saved_rows_that_do_not_count(results: Results) -> None:
+    assert_within_budget(results)
+
+
+@pytest.mark.parametrize("program", [quick("saved_float16")])
+def test_saved_rows_of_float16_under_any_upstream_gradients(results: Results) -> None:
+    assert [result["chunks"] for result in results] == [3, 0, 1]
     assert_within_budget(results)
 
 

@@ -177,7 +177,8 @@ ONE_FRAMEWORK_ONLY = {
     "recompute.py": {"tma_compatible"},  # JAX arrays have no strides
     "row_math.py": {"nll_and_lse", "power_of_two", "first_of_largest"},  # XLA finishes the rows of scaled exponentials
     "saved_kernels.py": {  # XLA fuses what they do
-        *("Multiplied", "multiply_rows_kernel", "multiply_rows", "pick_rows_kernel", "pick_rows")
+        *("Multiplied", "multiply_rows_kernel", "multiply_rows", "pick_rows_kernel", "pick_rows"),
+        *("scale_units_kernel", "scale_units"),
     },
     "saved_ops.py": {
         *("SavedCall", "SavedLosses", "SavedRowLosses"),  # an operator, and its autograd function

@@ -69,6 +69,42 @@ def test_fit(scales: Any, pieces: float16.Pieces) -> None:
         np.testing.assert_array_equal(got.x[:2], x[:2])
 
 
+def test_times_rho() -> None:
+    """Of saved rows. The row of NaN does not contribute, and an infinite factor has no part in the power."""
+    x = np.random.default_rng(0).standard_normal((4, 24)).astype(np.float16)
+    x[2], rho = np.nan, np.array([1e-9, -2e-6, 0.0, np.inf], np.float32)
+    got, power = float16.times_rho(jnp.asarray(x), jnp.asarray(rho))
+    assert 2**14 <= np.abs(np.asarray(got[:3], np.float32)).max() <= 2**15
+    wanted = np.where(rho[:3, None] == 0, 0, x[:3] * rho[:3, None].astype(np.float64))
+    np.testing.assert_allclose(np.asarray(got[:3], np.float64) * float(power), wanted, rtol=1e-3, atol=1e-14)
+    assert np.isinf(got[3]).all()
+
+
+def test_the_largest_factor_of_a_saved_row_is_between_a_half_and_1() -> None:
+    """A row that does not contribute, one of NaN, and one whose target has all of the probability."""
+    n = 6
+    random = np.random.default_rng(0)
+    row_weight = np.array([1e-3, 5.0, 0.0, 1.0, 1.0, 2.0], np.float32)
+    class_weight, target = np.array([0.5, 4.0], np.float32), np.array([0, 1, 0, -1, 1, 0], np.int32)
+    lse, rest = random.standard_normal(n), np.array([0.9, 1e-4, 0.5, 0.5, 0.0, 0.25])
+    target_logit = np.where(target < 0, np.nan, lse + np.log1p(-rest))
+    spec = LossSpec("none", z_loss_weight=0.1, logit_scale=0.5)
+    upstream = 0.5 * row_weight * (class_weight[target] + 0.2 * lse)
+    theta = np.where(target < 0, np.nan, upstream * (1 - rest) - 0.5 * row_weight * class_weight[target])
+    empty = CallRows(*[jnp.zeros(n)] * 10)
+    arrays = {"target": target, "row_weight": row_weight, "lse": lse, "target_logit": target_logit, "theta": theta}
+    rows = empty._replace(
+        **{name: jnp.asarray(one, np.float32 if one.dtype == float else one.dtype) for name, one in arrays.items()}
+    )
+    problem = Problem(
+        jnp.zeros((n, 8)), jnp.zeros((2, 8)), None, rows.target, rows.row_weight, jnp.asarray(class_weight), spec, 2
+    )
+    found = np.asarray(float16.unit_scale(problem, rows, Slice(0, n, None)))
+    largest = np.maximum(np.abs(upstream) * np.maximum(rest, 2.0**-24), np.abs(theta)) / found
+    assert ((largest >= 0.5) & (largest < 1))[[0, 1, 4, 5]].all()
+    assert (found[[2, 3]] == 1).all()
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_terms_of_label_smoothing_have_the_scales_of_the_gradients(axis: int) -> None:
     """Each gradient has its own scale, and d_weight with grad_into none. A row that does not contribute is NaN."""

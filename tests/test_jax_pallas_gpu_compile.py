@@ -300,11 +300,11 @@ def test_a_loss_of_the_entropy_fits(implementation: str, target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_saved_rows_are_not_copied(implementation: str, target: str, axis: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "axis"), [("saved", 0), ("saved", 1), ("saved_float16", 0), ("saved_float16", 1)])
+def test_saved_rows_are_not_copied(mode: str, implementation: str, target: str, axis: int, tmp_path: Path) -> None:
     n, (d, v) = 8192, QWEN
-    found = compile_all([("saved", n, d, v, axis)], target, implementation, tmp_path)
-    check(found, {"saved": DEFAULT_MEMORY_BUDGET + 2 * n * (v + d + 64)})
+    found = compile_all([(mode, n, d, v, axis)], target, implementation, tmp_path)
+    check(found, {mode: DEFAULT_MEMORY_BUDGET + 2 * n * (v + d + 64)})
     check_kernels(tmp_path)
 
 
