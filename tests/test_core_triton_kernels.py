@@ -166,6 +166,7 @@ CALLS = {
     "saved": Call("saved", "gemma2-2b", bias=True, softcap=30.0),
     "saved-plain": Call("saved", "llama3-8b"),
     "saved-transposed": Call("saved", "qwen2.5-0.5b", transposed=True),
+    "saved-fp16": Call("saved", "llama3-8b", torch.float16),
     "none": Call("none", "llama3-8b"),
     "none-transposed": Call("none", "llama3-8b", transposed=True),
     "eval": Call("eval", "qwen2.5-0.5b"),
