@@ -407,7 +407,10 @@ def choose_scaled_exp(
         if least >= (1 - FIRST_CHUNK_GAIN) * ms(equal[0]):
             return None
         fastest = [one for time, one in timed if time <= (1 + chunk_cost.TIE) * least]
-        return min(fastest, key=lambda one: (one.piece < least_piece(one.first_rows), one.bytes))
+        return min(fastest, key=lambda one: (others(one), one.piece < least_piece(one.first_rows), one.bytes))
+
+    def others(found: ScaledExpConfig) -> int:
+        return -(-(tokens - found.first_rows) // found.rows)
 
     def least_piece(first_rows: int) -> int:
         return FIRST_CHUNK_PIECE * -(-first_rows // ROW_BLOCK) * ROW_BLOCK

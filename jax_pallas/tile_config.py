@@ -522,7 +522,8 @@ def choose_scaled_exp(
         least = min((time for time, _ in timed), default=math.inf)
         if least >= (1 - FIRST_CHUNK_GAIN) * ms(equal[0]):
             return None
-        return min((one for time, one in timed if time <= (1 + chunk_cost.TIE) * least), key=lambda one: one.bytes)
+        fastest = [one for time, one in timed if time <= (1 + chunk_cost.TIE) * least]
+        return min(fastest, key=lambda one: (cdiv(tokens - one.first_rows, one.rows), one.bytes))
 
     # First what is fast.
     fast = min(CAST_BYTES, budget // 4) if splits_head else min(D_WEIGHT_BYTES, budget // D_INPUT_FRACTION)

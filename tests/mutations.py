@@ -1027,9 +1027,10 @@ FIRST_CHUNK = (
     Mutation("core_triton/tile_config.py", "{one.rows for one in equal}", "{equal[0].rows}", FIRST_CHUNK_COST),
     Mutation("jax_pallas/tile_config.py", "{one.rows for one in equal}", "{equal[0].rows}", FIRST_CHUNK_COST),
     Mutation("linear_ce/chunk_cost.py", "PIECE_NS if first else 0.0", "0.0", FIRST_CHUNK_COST),
+    Mutation("core_triton/tile_config.py", "one.piece < least_piece(one.first_rows), ", "", FIRST_CHUNK_COST),
     Mutation(
-        "core_triton/tile_config.py",
-        "(one.piece < least_piece(one.first_rows), one.bytes)",
+        "jax_pallas/tile_config.py",
+        "(cdiv(tokens - one.first_rows, one.rows), one.bytes)",
         "one.bytes",
         FIRST_CHUNK_COST,
     ),

@@ -430,6 +430,8 @@ def test_the_other_chunks_beside_a_first_one_may_have_any_of_the_best_rows() -> 
     assert (made.rows, made.first_rows) == (768, 4096 - 3 * 768)
     made = plan("torch", 8192, 6144, 154880, 512 * MIB, gpu="h200").chunks
     assert (made.rows, made.first_rows) == (1024, 6144)
+    made = plan("jax", 4096, *GEMMA, 256 * MIB, gpu="h100").chunks  # of equal choices the one with the fewest chunks
+    assert (made.rows, made.first_rows) == (464, 4096 - 4 * 464)
 
 
 def test_few_pieces_are_preferred_to_less_memory() -> None:
