@@ -424,6 +424,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 cast_bytes=casts_head * (COPIES - splits) * key.classes * (w.itemsize * hidden + x.itemsize * width),
                 gpu=key.device.gpu,
                 coefficients=COEFFICIENTS[key.device.gpu, "torch"],
+                piece_ns=tile_config.PIECE_NS,
             )
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,

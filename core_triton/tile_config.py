@@ -265,6 +265,9 @@ FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d
 
 FIRST_CHUNK_TRIES = 6  # sizes of its pieces that are estimated
 
+# Between the matmuls of d_weight of two pieces. On an H100, 17 of Qwen3 8B (2,048 rows) take 0.09 ms more than 9.
+PIECE_NS = 1e4
+
 # Times its rows, to whole row blocks: the fewest classes of a piece, if such pieces are as fast and fit.
 FIRST_CHUNK_PIECE = 4
 

@@ -35,9 +35,6 @@ WIDEST = 256  # the other side of a tile at most; coefficients are those of a ti
 # stay in L2: an H100 has 50 MB, an A100 40 MB. The head is read once for them.
 GROUP_BYTES = 2**24
 
-# Between the matmuls of d_weight of two pieces. On an H100, 17 of Qwen3 8B (2,048 rows) take 0.09 ms more than 9.
-PIECE_NS = 1e4
-
 TIE = 0.005  # estimates so close count as equal. Fewer chunks round d_weight less often, and JAX compiles less
 
 
@@ -61,6 +58,7 @@ class Call(NamedTuple):
         coefficients: of the framework's kernels on the GPU.
         d_weight_itemsize: 4 if our kernel adds to a float32 d_weight.
         parts: matrices that the head is the sum of. d_weight has the columns of one.
+        piece_ns: between the matmuls of d_weight of two pieces.
     """
 
     tokens: int
@@ -79,6 +77,7 @@ class Call(NamedTuple):
     coefficients: CostCoefficients
     d_weight_itemsize: int = 2
     parts: int = 1
+    piece_ns: float = 0.0
 
     @property
     def d_weight_hidden(self) -> int:
@@ -192,7 +191,7 @@ def chunk_ns(call: Call, chunk: Chunk, *, adds: bool) -> float:
     step = chunk.piece or call.classes
     for first in range(0, call.classes if call.d_weight else 0, step):
         piece = call._replace(classes=min(step, call.classes - first))
-        total += d_weight_ns(piece, chunk.rows, adds=adds) + (PIECE_NS if first else 0.0)
+        total += d_weight_ns(piece, chunk.rows, adds=adds) + (call.piece_ns if first else 0.0)
     if chunk.d_input is not None:
         total += d_input_ns(call, chunk.kernel_rows, chunk.d_input)
     return total

@@ -1026,7 +1026,7 @@ FIRST_CHUNK = (
     Mutation("core_triton/plan.py", "x.itemsize // ROW_BLOCK * ROW_BLOCK", "x.itemsize", FIRST_CHUNK_COST),
     Mutation("core_triton/tile_config.py", "{one.rows for one in equal}", "{equal[0].rows}", FIRST_CHUNK_COST),
     Mutation("jax_pallas/tile_config.py", "{one.rows for one in equal}", "{equal[0].rows}", FIRST_CHUNK_COST),
-    Mutation("linear_ce/chunk_cost.py", "PIECE_NS if first else 0.0", "0.0", FIRST_CHUNK_COST),
+    Mutation("linear_ce/chunk_cost.py", "call.piece_ns if first else 0.0", "0.0", FIRST_CHUNK_COST),
     Mutation("core_triton/tile_config.py", "one.piece < least_piece(one.first_rows), ", "", FIRST_CHUNK_COST),
     Mutation(
         "jax_pallas/tile_config.py",
