@@ -119,8 +119,7 @@ def prepare(
     named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
     for name in ARRAYS:
         _check_unsharded(name, named[name])
-    if spec.reduction == "none":
-        _check_varying(**named)
+    _check_varying(spec, **named)
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
@@ -184,15 +183,22 @@ def _check_unsharded(name: str, array: Array | None) -> None:
         )
 
 
-def _check_varying(grad_into: Array | None, **others: Array | None) -> None:
-    """Raises where the devices of a mesh have one grad_into, and each has a gradient of the head."""
+def _check_varying(spec: LossSpec, grad_into: Array | None, **others: Array | None) -> None:
+    """Raises where the devices of a mesh have one grad_into, and each has a gradient of the head, or the reverse."""
     if grad_into is None:
         return
-    axes = frozenset[Any]().union(*(varying(one) for one in others.values() if one is not None)) - varying(grad_into)
-    if axes:
+    axes = frozenset[Any]().union(*(varying(one) for one in others.values() if one is not None))
+    missing, more = axes - varying(grad_into), varying(grad_into) - axes
+    if missing and spec.reduction == "none":
         raise ValueError(
-            f"grad_into must vary over the axes {tuple(sorted(axes))} of the mesh, over which another argument varies: "
-            "pass each device an array of its own, because JAX sums the gradients of an array that all devices share"
+            f"grad_into must vary over the axes {tuple(sorted(missing))} of the mesh, over which another argument "
+            "varies: pass each device an array of its own, because JAX sums the gradients of an array that all devices "
+            "share"
+        )
+    if more:
+        raise ValueError(
+            f"grad_into must not vary over the axes {tuple(sorted(more))} of the mesh, over which no other argument "
+            "varies: JAX would sum the equal gradients of input that the devices of these axes compute"
         )
 
 

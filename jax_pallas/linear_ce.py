@@ -548,9 +548,10 @@ def _token_loss(
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
     scalar = spec.reduction != "none"
     if call.tokens == 0:
-        loss = ops.no_rows(call.grad_into).reshape(call.leading)
         if scalar:
             loss = _with_total(jnp.zeros((), jnp.float32), call.grad_into)
+        else:
+            loss = ops.no_rows(call.grad_into).reshape(call.leading)
         dtypes = TokenStats(*[jnp.float32] * 7)._replace(argmax=jnp.int32, is_top1=jnp.bool_)
         empty = (
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)

@@ -641,7 +641,10 @@ HEAD_FLOAT32 = (
     Mutation(
         "jax_pallas/linear_ce.py", "grad_into=grad_into if any(needs_grad) else None", "grad_into=grad_into", JAX_INTO
     ),
-    Mutation("jax_pallas/arguments.py", "    if axes:\n", "    if False:\n", tests("jax_pallas_sharding", "grad_into")),
+    Mutation(
+        "jax_pallas/arguments.py", "    if missing and", "    if False and", tests("jax_pallas_sharding", "grad_into")
+    ),
+    Mutation("jax_pallas/arguments.py", "    if more:\n", "    if False:\n", tests("jax_pallas_sharding", "grad_into")),
     Mutation("jax_pallas/plan.py", "vocab % 8 == 0)", "True)", JAX_INTO),
     Mutation("jax_pallas/plan.py", "d_weight_starts &= not key.grad_into", "pass", JAX_INTO),
     Mutation(

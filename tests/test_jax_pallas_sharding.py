@@ -213,7 +213,8 @@ def check_token_loss_under_explicit_axes() -> None:
 
 
 def check_sums_of_each_device() -> None:
-    """A grad_into of each device gets the gradient of its rows. One of all devices is refused."""
+    """A grad_into of each device gets the gradient of its rows. One of all devices is refused, and so is one of each if
+    all devices have the same rows."""
     arrays = problem(48, 8, 50)
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     into = jnp.asarray(np.random.default_rng(7).standard_normal((DEVICES, 50, 8)), jnp.float32)
@@ -221,8 +222,8 @@ def check_sums_of_each_device() -> None:
     def of_device(arrays: dict[str, Any], into: Array) -> Array:
         return jax.grad(lambda into: total("none", arrays | {"grad_into": into}))(into.reshape(50, 8))[None]
 
-    def run(into: Array, spec: P) -> Array:
-        specs = {"in_specs": (ROWS, spec), "out_specs": P("data")}
+    def run(into: Array, spec: P, of_rows: Any = ROWS) -> Array:
+        specs = {"in_specs": (of_rows, spec), "out_specs": P("data")}
         return jax.jit(jax.shard_map(of_device, mesh=mesh, **specs))(arrays, into)
 
     rows = len(arrays["input"]) // DEVICES
@@ -233,6 +234,8 @@ def check_sums_of_each_device() -> None:
         assert_close(found[device], of_device(own, into[device])[0])
     with pytest.raises(ValueError, match=r"grad_into must vary over the axes \('data',\) of the mesh"):
         run(into[0], P())
+    with pytest.raises(ValueError, match=r"grad_into must not vary over the axes \('data',\) of the mesh"):
+        run(into, P("data"), P())
 
 
 def check_kernels() -> None:
