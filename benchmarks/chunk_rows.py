@@ -71,7 +71,7 @@ def preferring(rows: int) -> Iterator[None]:
     usual = chunk_cost.call_ms
 
     def estimate(call: Call, chunk: Chunk, last: Chunk) -> float:
-        return FAR * (abs(chunk.rows - rows) + (last.piece > 0)) + usual(call, chunk, last)
+        return FAR * (abs(chunk.rows - rows) + bool(last.pieces)) + usual(call, chunk, last)
 
     with estimating(estimate):
         yield
@@ -117,9 +117,9 @@ def considered(make: Callable[[], Any], rows: int | None = None) -> list[Choice]
 
     def note(call: Call, chunk: Chunk, last: Chunk) -> float:
         ms = usual(call, chunk, last)
-        if ms < cheapest.get(chunk.rows, math.inf) and not last.piece:
+        if ms < cheapest.get(chunk.rows, math.inf) and not last.pieces:
             cheapest[chunk.rows], found[chunk.rows] = ms, Choice(call, chunk, last)
-        return ms + (0 if rows is None else FAR * (abs(chunk.rows - rows) + (last.piece > 0)))
+        return ms + (0 if rows is None else FAR * (abs(chunk.rows - rows) + bool(last.pieces)))
 
     usual = chunk_cost.call_ms
     with estimating(note):

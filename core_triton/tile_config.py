@@ -394,7 +394,9 @@ def choose_scaled_exp(
         assert call is not None
         rows = found.first_rows or (tokens - 1) % found.rows + 1
         chunk = chunk_cost.Chunk(found.rows, found.rows, d_input_of(found.rows, found))
-        return chunk_cost.call_ms(call, chunk, chunk_cost.Chunk(rows, rows, d_input_of(rows, found), found.piece))
+        pieces, last = divmod(classes, found.piece) if found.piece else (0, 0)
+        sizes = (found.piece,) * pieces + (last,) * (last > 0)
+        return chunk_cost.call_ms(call, chunk, chunk_cost.Chunk(rows, rows, d_input_of(rows, found), sizes))
 
     def with_first(equal: list[ScaledExpConfig]) -> ScaledExpConfig | None:
         """Returns chunks with a first chunk in the memory of d_weight, if they are faster than the best ones without:

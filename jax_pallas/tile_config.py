@@ -497,12 +497,10 @@ def choose_scaled_exp(
     def ms(found: ScaledExpConfig) -> float:
         assert call is not None
         last_rows = tokens - found.last_start(tokens)
-        pieces, piece = pieces_of(found), 0
-        if pieces is not None:  # others than the one in the workspace have fewer classes
-            piece = cdiv(classes, len(pieces)) if splits_head else found.piece
+        pieces = tuple(end - first for first, end in pieces_of(found) or ())
         chunk, last = (
-            chunk_cost.Chunk(rows, kernel_rows, d_input_of(kernel_rows, found), piece)
-            for rows, kernel_rows, piece in ((found.rows, found.rows, 0), (last_rows, found.last_rows, piece))
+            chunk_cost.Chunk(rows, kernel_rows, d_input_of(kernel_rows, found), sizes)
+            for rows, kernel_rows, sizes in ((found.rows, found.rows, ()), (last_rows, found.last_rows, pieces))
         )
         return chunk_cost.call_ms(call, chunk, last)
 

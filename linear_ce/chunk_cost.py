@@ -18,6 +18,7 @@ A matmul takes at least as long as its bytes take to move. The coefficients are 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -128,13 +129,13 @@ class Chunk(NamedTuple):
         rows: of the chunk.
         kernel_rows: rows that the kernels of logits and d_input compute.
         d_input: how d_input is computed; None if it is not.
-        piece: classes of a piece, if its d_weight is computed a piece of the classes at a time; else 0.
+        pieces: classes of each piece, if its d_weight is computed a piece of the classes at a time; else ().
     """
 
     rows: int
     kernel_rows: int
     d_input: DInput | None
-    piece: int = 0
+    pieces: tuple[int, ...] = ()
 
 
 def cdiv(a: int, b: int) -> int:
@@ -188,10 +189,10 @@ def d_input_ns(call: Call, rows: int, found: DInput) -> float:
 def chunk_ns(call: Call, chunk: Chunk, *, adds: bool) -> float:
     """Returns how long a chunk takes, one that adds to d_weight or the first."""
     total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes) + logits_ns(call, chunk.kernel_rows)
-    step = chunk.piece or call.classes
-    for first in range(0, call.classes if call.d_weight else 0, step):
-        piece = call._replace(classes=min(step, call.classes - first))
-        total += d_weight_ns(piece, chunk.rows, adds=adds) + (call.piece_ns if first else 0.0)
+    if call.d_weight:
+        pieces = Counter(chunk.pieces or (call.classes,))
+        times = {size: d_weight_ns(call._replace(classes=size), chunk.rows, adds=adds) for size in pieces}
+        total += sum(number * times[size] for size, number in pieces.items()) + call.piece_ns * (pieces.total() - 1)
     if chunk.d_input is not None:
         total += d_input_ns(call, chunk.kernel_rows, chunk.d_input)
     return total

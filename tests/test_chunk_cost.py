@@ -452,7 +452,7 @@ def test_the_logits_of_all_pieces_are_one_launch() -> None:
     for d_weight in (False, True):
         one, pieces = (
             chunk_cost.chunk_ns(of._replace(d_weight=d_weight), chunk, adds=False)
-            for chunk in (whole, whole._replace(piece=piece))
+            for chunk in (whole, whole._replace(pieces=tuple(one.classes for one in of_pieces)))
         )
         assert pieces - one == pytest.approx(more if d_weight else 0.0)
 
