@@ -1029,7 +1029,8 @@ FIRST_CHUNK = (
     Mutation("core_triton/plan.py", "x.itemsize // ROW_BLOCK * ROW_BLOCK", "x.itemsize", FIRST_CHUNK_COST),
     Mutation("core_triton/tile_config.py", "{one.rows for one in equal}", "{equal[0].rows}", FIRST_CHUNK_COST),
     Mutation("jax_pallas/tile_config.py", "{one.rows for one in equal}", "{equal[0].rows}", FIRST_CHUNK_COST),
-    Mutation("linear_ce/chunk_cost.py", "call.piece_ns if first else 0.0", "0.0", FIRST_CHUNK_COST),
+    Mutation("linear_ce/chunk_cost.py", "+ call.piece_ns * (pieces.total() - 1)", "", FIRST_CHUNK_COST),
+    Mutation("jax_pallas/tile_config.py", "tuple(end - first for", "tuple(end for", tests("chunk_cost", "launched")),
     Mutation("core_triton/tile_config.py", "one.piece < least_piece(one.first_rows), ", "", FIRST_CHUNK_COST),
     Mutation(
         "jax_pallas/tile_config.py",
@@ -1037,7 +1038,12 @@ FIRST_CHUNK = (
         "one.bytes",
         FIRST_CHUNK_COST,
     ),
-    Mutation("linear_ce/chunk_cost.py", "call.classes if call.d_weight else 0", "call.classes", FIRST_CHUNK_COST),
+    Mutation(
+        "linear_ce/chunk_cost.py",
+        "    if call.d_weight:\n        pieces",
+        "    if True:\n        pieces",
+        FIRST_CHUNK_COST,
+    ),
     Mutation("core_triton/tile_config.py", "max(0, -(-(tokens - room) // one))", "0", FIRST_CHUNKS),
     Mutation(
         "core_triton/plan.py",

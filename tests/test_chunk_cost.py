@@ -457,6 +457,29 @@ def test_the_logits_of_all_pieces_are_one_launch() -> None:
         assert pieces - one == pytest.approx(more if d_weight else 0.0)
 
 
+@pytest.mark.parametrize(("framework", "split"), [("torch", False), ("jax", False), ("jax", True)])
+def test_the_estimate_counts_the_pieces_that_are_launched(framework: str, split: bool) -> None:
+    asked = set[tuple[int, ...]]()
+
+    def note(call: Call, chunk: Chunk, last: Chunk) -> float:
+        asked.add(last.pieces)
+        return call_ms(call, chunk, last)
+
+    n, d, v = 2048, 4096, 151936
+    options: dict[str, Any] = {}
+    if split:
+        options = {"linear_weight": JaxLayout((v, d), 4, "float32"), "splits_head": True}
+    with estimating(note):
+        made = plan(framework, n, d, v, 256 * MIB, **options).chunks
+    launched = [min(made.piece, v - first) for first in range(0, v, made.piece)]
+    if framework == "jax":
+        columns = d * (1 + split)
+        found = first_chunk_pieces(made.piece, n, columns // JAX_CLASS_BLOCK * JAX_CLASS_BLOCK, v)
+        launched = [end - first for first, end in found or ()]
+        assert len(launched) < v // made.piece
+    assert tuple(launched) in asked
+
+
 def test_a_first_chunk_of_all_rows_needs_no_other_logits() -> None:
     """The workspace holds fewer rows of exponentials than the chunk has, but its gradients are plan A again."""
     for n, mebibytes in ((1500, 256), (2048, 128), (2048, 512)):
