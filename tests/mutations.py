@@ -1054,9 +1054,8 @@ FIRST_CHUNK = (
     Mutation(
         "core_triton/tile_config.py", "// first_rows // block_v * block_v", "// rows // block_v * block_v", FIRST_CHUNKS
     ),
-    Mutation(
-        "core_triton/tile_config.py", "if one.piece > 0 and one.bytes <= enough", "if one.piece > 0", FIRST_CHUNKS
-    ),
+    Mutation("core_triton/tile_config.py", "one.first_rows and one.bytes <= enough", "one.first_rows", FIRST_CHUNKS),
+    Mutation("core_triton/tile_config.py", "if one.piece >= one.first_rows and", "if one.piece > 0 and", FIRST_CHUNKS),
 )
 
 JAX_FIRST_CHUNK = tests("jax_pallas_first_chunk", "scaled_exp")

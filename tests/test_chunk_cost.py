@@ -412,6 +412,7 @@ def test_the_pieces_of_a_first_chunk_fit_where_they_are_stored(head: Head) -> No
             pieces = -(-head.v // made.piece)
             assert made.rows < made.first_rows <= head.d or made.first_rows == n <= head.d
             assert made.piece % CLASS_BLOCK == 0
+            assert made.piece >= made.first_rows
             assert made.first_rows * made.piece <= made.rows * padded(head.v)  # the first piece, in the workspace
             assert (pieces - 1) * made.piece <= head.v  # the others, in the rows of d_weight of as many classes
             assert chunks[-1].stop - chunks[-1].start == made.first_rows
