@@ -407,8 +407,8 @@ def choose_scaled_exp(
             rows |= {*range(step, equal[0].rows, step)}
         sizes = ((one, tokens - max(0, -(-(tokens - room) // one)) * one) for one in rows)
         made = (config(one, *choice, first) for one, first in sizes if first > one for choice in choices)
-        # Narrower pieces are slow: on an H200, 34 of 3,840 classes (8,192 rows of Llama-3 70B) took 79.2 to 82.4 ms, and
-        # 8 chunks of 1,024 rows 78.8.
+        # Narrower pieces are slow: on an H200, 34 of 3,840 classes (8,192 rows of Llama-3 70B) took 79.2 to 82.4 ms,
+        # and 8 chunks of 1,024 rows 78.8.
         timed = [(ms(one), one) for one in made if one.piece >= one.first_rows and one.bytes <= enough]
         least = min((time for time, _ in timed), default=math.inf)
         if least >= (1 - FIRST_CHUNK_GAIN) * ms(equal[0]):
