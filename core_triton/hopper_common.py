@@ -106,30 +106,50 @@ def load_tiles(x_desc, w_desc, ring, sizes, tiling):
 
 
 @gluon.jit
-def multiply(ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constexpr, tiling):
-    """Returns x @ w of the warpgroup's half of a tile, (HALF, block_v) float32, and the ring's position after it."""
+def multiply_first(ring, stage, phase, layout: gl.constexpr, WHICH: gl.constexpr, tiling):
+    """Starts the matmul of the first stage of a tile, and returns its result and the ring's position after it.
+
+    The matrix units idle from the last matmul of a tile to this one unless the other warpgroup has enough stages. What
+    the epilogue needs besides the result is best computed after this. That is why the result starts without zeros,
+    which take 128 registers and 260 cycles.
+    """
     STAGES: gl.constexpr = ring.b.shape[0]
     HALF: gl.constexpr = ring.a.shape[1]
-    BLOCK_D: gl.constexpr = ring.a.shape[2]
     acc = gl.zeros([HALF, tiling.block_v], gl.float32, layout)
-    for k in range(0, hidden, BLOCK_D):
-        acc = multiply_step(acc, ring, stage, phase, k > 0, WHICH, tiling)
+    acc = start_step(acc, ring, stage, phase, WHICH, tiling, False)
+    acc = warpgroup_mma_wait(1, deps=[acc])  # waits for none
+    stage, phase = next_stage(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def multiply_rest(acc, ring, stage, phase, hidden, WHICH: gl.constexpr, tiling):
+    """Returns x @ w of the warpgroup's half of a tile, (HALF, block_v) float32, and the ring's position after it."""
+    STAGES: gl.constexpr = ring.b.shape[0]
+    BLOCK_D: gl.constexpr = ring.a.shape[2]
+    for _ in range(BLOCK_D, hidden, BLOCK_D):
+        acc = multiply_step(acc, ring, stage, phase, WHICH, tiling)
         stage, phase = next_stage(stage, phase, STAGES)
     return finish(acc, ring, stage), stage, phase
 
 
 @gluon.jit
-def multiply_step(acc, ring, stage, phase, releases, WHICH: gl.constexpr, tiling):
-    """Adds the matmul of a stage to acc. If `releases`, marks the previous stage as free."""
-    STAGES: gl.constexpr = ring.b.shape[0]
+def start_step(acc, ring, stage, phase, WHICH: gl.constexpr, tiling, ADDS: gl.constexpr):
+    """Starts the matmul of a stage, which is added to acc if ADDS."""
     mbarrier.wait(ring.full.index(stage), phase)
     w = ring.b.index(stage)
     if tiling.w_by_class:
         w = w.permute((1, 0))
-    acc = warpgroup_mma(ring.a.index(2 * stage + WHICH), w, acc, is_async=True)
+    return warpgroup_mma(ring.a.index(2 * stage + WHICH), w, acc, use_acc=ADDS, is_async=True)
+
+
+@gluon.jit
+def multiply_step(acc, ring, stage, phase, WHICH: gl.constexpr, tiling):
+    """Adds the matmul of a stage to acc, and marks the stage before as free."""
+    STAGES: gl.constexpr = ring.b.shape[0]
+    acc = start_step(acc, ring, stage, phase, WHICH, tiling, True)
     acc = warpgroup_mma_wait(1, deps=[acc])  # this matmul stays in flight; the one before is done with its stage
-    before = gl.where(stage == 0, STAGES - 1, stage - 1)
-    mbarrier.arrive(ring.empty.index(before), count=1, pred=releases)
+    mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
     return acc
 
 

@@ -38,7 +38,8 @@ from core_triton.hopper_common import (
     load_tiles,
     make_buffers,
     make_ring,
-    multiply,
+    multiply_first,
+    multiply_rest,
     multiply_step,
     next_stage,
     store_quarter,
@@ -117,11 +118,28 @@ def store_target_logits(target_logit_ptr, logits, row_ids, columns, target, owns
 
 
 @gluon.jit
-def masked(logits, columns, column, classes, BLOCK_V: gl.constexpr):
-    """Returns a quarter's logits, with -inf past the last class. The tile begins at `column`."""
+def masked(logits, columns, column, classes, BLOCK_V: gl.constexpr, BRANCHES: gl.constexpr = False):
+    """Returns a quarter's logits, with -inf past the last class. The tile begins at `column`.
+
+    The compiler replaces the branch by a selection in every tile, 200 cycles of an epilogue. With BRANCHES it cannot,
+    because it may not move the instruction. That spills registers where the epilogue has more to compute.
+    """
     if column + BLOCK_V > classes:
-        logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
+        inside = gl.expand_dims(columns < classes, 0)
+        if BRANCHES:
+            logits = minus_infinity_outside(logits, inside.to(gl.int32))
+        else:
+            logits = gl.where(inside, logits, float("-inf"))
     return logits
+
+
+@gluon.jit
+def minus_infinity_outside(t, inside):
+    """Returns t, or -inf where inside is 0, by an instruction that stays where it is."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p; }", "=f,f,r", [t, inside],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 class ExponentialsIO(NamedTuple):
@@ -170,24 +188,20 @@ def store_done(e_desc, others, buffers, done, WHICH: gl.constexpr, i: gl.constex
 
 
 @gluon.jit
-def multiply_and_store(
-    ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constexpr, tiling, e_desc, others, buffers, done
-):
-    """As `multiply`. The tile before is stored meanwhile, a quarter after each part of the steps but the last."""
+def multiply_and_store(acc, ring, stage, phase, hidden, WHICH: gl.constexpr, tiling, e_desc, others, buffers, done):
+    """As `multiply_rest`. The tile before is stored meanwhile, a quarter after each part of the steps but the last."""
     STAGES: gl.constexpr = ring.b.shape[0]
-    HALF: gl.constexpr = ring.a.shape[1]
     BLOCK_D: gl.constexpr = ring.a.shape[2]
     steps = gl.cdiv(hidden, BLOCK_D)
     part_steps = steps // PARTS
-    acc = gl.zeros([HALF, tiling.block_v], gl.float32, layout)
     for part in gl.static_range(PARTS):
-        for step in range(part * part_steps, steps if part == PARTS - 1 else (part + 1) * part_steps):
-            acc = multiply_step(acc, ring, stage, phase, step > 0, WHICH, tiling)
+        last = steps if part == PARTS - 1 else (part + 1) * part_steps
+        for _ in range(gl.maximum(part * part_steps, 1), last):
+            acc = multiply_step(acc, ring, stage, phase, WHICH, tiling)
             stage, phase = next_stage(stage, phase, STAGES)
         if part < PARTS - 1:
             store_done(e_desc, others, buffers, done, WHICH, part)
-    acc = finish(acc, ring, stage)
-    return acc, stage, phase
+    return finish(acc, ring, stage), stage, phase
 
 
 @gluon.jit
@@ -197,6 +211,8 @@ def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tilin
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiling.block_v, 16])
     quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_blocks, class_blocks = gl.cdiv(sizes.active, 2 * HALF), gl.cdiv(sizes.classes, tiling.block_v)
+    # Whether the epilogue leaves registers for what is faster but keeps more of them in use.
+    ROOMY: gl.constexpr = not switches.has_softcap and (switches.statistics & ~SHIFTS) == 0
     stage = 0
     phase = 0
     if switches.stores:
@@ -207,21 +223,27 @@ def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tilin
             first_row += OUTSIDE
         done = Done((zeros, zeros, zeros, zeros), first_row, class_blocks * tiling.block_v)
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
+        raw, stage, phase = multiply_first(ring, stage, phase, layout, WHICH, tiling)
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
         hits = 15
-        if io.hit_ptr is not None:  # read before the matmul, under which it arrives
+        if io.hit_ptr is not None:
             hits = gl.load(io.hit_ptr + (2 * row_block + WHICH).to(gl.int64) * class_blocks + class_block)
+        if ROOMY:
+            row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
+            inside = row_ids < sizes.rows
+            ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         if switches.stores:
             raw, stage, phase = multiply_and_store(
-                ring, stage, phase, sizes.hidden, layout, WHICH, tiling, e_desc, others, buffers, done
+                raw, ring, stage, phase, sizes.hidden, WHICH, tiling, e_desc, others, buffers, done
             )
         else:
-            raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
+            raw, stage, phase = multiply_rest(raw, ring, stage, phase, sizes.hidden, WHICH, tiling)
+        if not ROOMY:
+            row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
+            inside = row_ids < sizes.rows
+            ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         packed = ()
-        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
-        inside = row_ids < sizes.rows
-        ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         found = no_statistics(total)
         pieces = quarters(raw, quarter)
@@ -232,7 +254,7 @@ def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tilin
             logit_sum = total
             if LOGIT_SUM & switches.statistics:  # past the last class logits are 0 still
                 logit_sum = gl.sum(logits, 1)
-            logits = masked(logits, columns, column, sizes.classes, tiling.block_v)
+            logits = masked(logits, columns, column, sizes.classes, tiling.block_v, ROOMY)
             if ((hits >> i) & 1) != 0:  # few quarters have any
                 target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
@@ -348,12 +370,14 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
+        raw, stage, phase = multiply_first(ring, stage, phase, layout, WHICH, tiling)
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
-        raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
+        _, owns = targets_of(io.target_ptr, row_ids, column, sizes, tiling.block_v)
+        any_target = gl.max(owns.to(gl.int32), 0) != 0
+        raw, stage, phase = multiply_rest(raw, ring, stage, phase, sizes.hidden, WHICH, tiling)
         inside = row_ids < sizes.rows
-        out = class_block.to(gl.int64) * sizes.rows + row_ids
         top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         weighted_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
@@ -361,8 +385,6 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
         argmax = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         squares = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
-        _, owns = targets_of(io.target_ptr, row_ids, column, sizes, tiling.block_v)
-        any_target = gl.max(owns.to(gl.int32), 0) != 0
         for i in gl.static_range(4):
             first = column + i * WIDTH
             columns = first + gl.arange(0, WIDTH, gl.SliceLayout(0, quarter))
@@ -397,6 +419,7 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
             gl.store(at, argmax, mask=inside)
         if SQUARES & switches.statistics:
             gl.store(at + sizes.rows, squares, mask=inside)
+        out = class_block.to(gl.int64) * sizes.rows + row_ids
         gl.store(io.sum_ptr + out, total, mask=inside)
         if ENTROPY & switches.statistics:
             gl.store(io.sum_exp_log_ptr + out, sum_exp_log, mask=inside)
@@ -482,9 +505,9 @@ def d_logits_warpgroup(ring, d_logits_desc, buffers, io, head, sizes, tiling, sw
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
+        raw, stage, phase = multiply_first(ring, stage, phase, layout, WHICH, tiling)
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
-        raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < sizes.rows
         lse = gl.load(io.lse_ptr + row_ids, mask=inside, other=0.0)
@@ -496,6 +519,7 @@ def d_logits_warpgroup(ring, d_logits_desc, buffers, io, head, sizes, tiling, sw
             beta = gl.load(io.beta_ptr + row_ids, mask=inside, other=0.0)
         if switches.has_sigma:
             sigma = gl.load(io.sigma_ptr + row_ids, mask=inside, other=0.0)
+        raw, stage, phase = multiply_rest(raw, ring, stage, phase, sizes.hidden, WHICH, tiling)
         pieces = quarters(raw, quarter)
         for i in gl.static_range(4):
             first = column + i * WIDTH

@@ -100,6 +100,7 @@ class HopperLanguage(Language):
             "warpgroup_mma": self.warpgroup_mma,
             "warpgroup_mma_wait": self.warpgroup_mma_wait,
             "fence_async_shared": self.thread_fence,
+            "minus_infinity_outside": lambda value, inside: self.where(inside > 0, value, -np.inf),
             "async_add_shared_to_global": self.async_add_shared_to_global,
         }
 
@@ -219,12 +220,12 @@ class HopperLanguage(Language):
 
     # wgmma
 
-    def warpgroup_mma(self, a: Any, b: Shared, acc: Value, *, is_async: bool) -> Value:
+    def warpgroup_mma(self, a: Any, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool) -> Value:
         assert is_async
         assert a.dtype == b.dtype
 
         def multiply() -> None:
-            acc.data += a.data @ b.data
+            acc.data[...] = a.data @ b.data + (acc.data if use_acc else 0.0)
 
         self.thread.matmuls.append(multiply)
         if not self.late:
