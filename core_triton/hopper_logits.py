@@ -76,7 +76,7 @@ class Head(NamedTuple):
     """The parameters that turn x @ w into logits: MATH.md (1), (2)."""
 
     bias_ptr: Any
-    scale: Any
+    scale: Any  # None for 1
     softcap: Any
 
 
@@ -86,7 +86,9 @@ def to_logits(raw, columns, head, sizes, switches):
     if switches.has_bias:
         bias = gl.load(head.bias_ptr + columns, mask=columns < sizes.classes, other=0.0).to(gl.float32)
         raw += gl.expand_dims(bias, 0)
-    logits = raw * head.scale
+    logits = raw
+    if head.scale is not None:
+        logits = raw * head.scale
     if switches.has_softcap:
         ratio = logits * (1.0 / head.softcap)
         small = gl.exp2(-2.0 * LOG2_E * gl.abs(ratio))

@@ -179,7 +179,7 @@ def launch_tiles(
         hidden,
         classes,
         min(tile.group, row_blocks),
-        spec.logit_scale,
+        None if blocks.gluon and spec.logit_scale == 1.0 else spec.logit_scale,
         spec.softcap or 1.0,
         **switches,
         W_BY_CLASS=by_class,

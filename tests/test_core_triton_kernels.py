@@ -50,6 +50,7 @@ class Call(NamedTuple):
         needs_grad: whether d_input and d_weight are computed.
         softcap, smoothing: see LossSpec.
         splits: whether a float32 head is the sum of two matrices: head_precision "float32".
+        scale: the logit_scale.
     """
 
     plan: str
@@ -64,6 +65,7 @@ class Call(NamedTuple):
     smoothing: float = 0.0
     implementation: str = "triton"
     splits: bool = False
+    scale: float = 1.0
 
     def problem(self) -> Problem:
         """Returns the call's arrays. Nothing reads their contents."""
@@ -82,6 +84,7 @@ class Call(NamedTuple):
                 "sum",
                 label_smoothing=self.smoothing,
                 softcap=self.softcap,
+                logit_scale=self.scale,
                 head_precision="float32" if self.splits else "input",
             ),
             classes=shape.v,
@@ -147,24 +150,26 @@ def array(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 # Together, these calls launch every kernel with each of its switches on and off.
 CALLS = {
     "train": Call("train", "llama3-8b"),
-    "train-options": Call("stats", "gemma2-2b", bias=True, softcap=30.0),
-    "train-smoothing": Call("train", "qwen2.5-0.5b", bias=True, softcap=30.0, smoothing=0.1, class_weight=True),
+    "train-options": Call("stats", "gemma2-2b", bias=True, softcap=30.0, scale=0.7),
+    "train-smoothing": Call(
+        "train", "qwen2.5-0.5b", bias=True, softcap=30.0, smoothing=0.1, class_weight=True, scale=0.7
+    ),
     "train-long": Call("train", "long"),
     "train-pieces": Call("train", "n4096"),
-    "pieces-options": Call("stats", "n4096", bias=True, softcap=30.0),
+    "pieces-options": Call("stats", "n4096", bias=True, softcap=30.0, scale=0.7),
     "train-transposed": Call("train", "qwen2.5-0.5b", transposed=True),
     "stats-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0),
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
-    "train-head32": Call("train", "llama3-8b", head=torch.float32),
+    "train-head32": Call("train", "llama3-8b", head=torch.float32, scale=0.7),
     "train-split": Call("train", "llama3-8b", head=torch.float32, splits=True),
     "split-transposed": Call("train", "qwen2.5-0.5b", head=torch.float32, splits=True, transposed=True),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
-    "options-fp16": Call("stats", "gemma2-2b", torch.float16, bias=True, softcap=30.0),
+    "options-fp16": Call("stats", "gemma2-2b", torch.float16, bias=True, softcap=30.0, scale=0.7),
     "smoothing-fp16": Call("train", "qwen2.5-0.5b", torch.float16, smoothing=0.1),
     "smoothing-fp16-head32": Call("train", "qwen2.5-0.5b", torch.float16, smoothing=0.1, head=torch.float32),
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
-    "saved": Call("saved", "gemma2-2b", bias=True, softcap=30.0),
-    "saved-plain": Call("saved", "llama3-8b"),
+    "saved": Call("saved", "gemma2-2b", bias=True, softcap=30.0, scale=0.7),
+    "saved-plain": Call("saved", "llama3-8b", scale=0.7),
     "saved-transposed": Call("saved", "qwen2.5-0.5b", transposed=True),
     "saved-fp16": Call("saved", "llama3-8b", torch.float16),
     "none": Call("none", "llama3-8b"),
@@ -172,13 +177,13 @@ CALLS = {
     "eval": Call("eval", "qwen2.5-0.5b"),
     "eval-fp32": Call("eval", "llama3-8b", torch.float32, bias=True),
     "eval-stats": Call("eval-stats", "llama3-8b", torch.float16, bias=True),
-    "entropy": Call("entropy", "gemma2-2b", bias=True, softcap=30.0),
+    "entropy": Call("entropy", "gemma2-2b", bias=True, softcap=30.0, scale=0.7),
     "entropy-fp16": Call("entropy", "gemma2-2b", torch.float16, bias=True, softcap=30.0),
-    "token-stats": Call("token-stats", "llama3-8b", bias=True),
+    "token-stats": Call("token-stats", "llama3-8b", bias=True, scale=0.7),
     "token-stats-softcap": Call("token-stats", "gemma2-2b", softcap=30.0),
     "token-stats-fp16": Call("token-stats", "qwen2.5-0.5b", torch.float16),
     "token-stats-fp32": Call("token-stats", "qwen2.5-0.5b", torch.float32),
-    "log_probs": Call("log_probs", "llama3-8b", bias=True, softcap=30.0),
+    "log_probs": Call("log_probs", "llama3-8b", bias=True, softcap=30.0, scale=0.7),
     "log_probs-fp32": Call("log_probs", "qwen2.5-0.5b", torch.float32, transposed=True),
 }
 
@@ -481,7 +486,7 @@ SPILLS = {
     },
     (90, "token-stats-softcap"): {
         "hopper_logits.exponentials_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 64]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
-        "STATISTICS=31)": 96,
+        "STATISTICS=31)": 88,
         "kernels.repair_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
         "HAS_SOFTCAP,STATISTICS=31)": 40,
     },
