@@ -498,8 +498,7 @@ SPILLS = {
         "HAS_SOFTCAP,STATISTICS=4)": 64
     },
     (100, "saved-fp16"): {
-        "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64], fp16[128, 128]; STORES,W_BY_CLASS,"
-        "STATISTICS=132)": 8
+        "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64], fp16[128, 128]; STORES,W_BY_CLASS,STATISTICS=132)": 8
     },
     (100, "token-stats"): {
         "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; STORES,W_BY_CLASS,HAS_BIAS,"
