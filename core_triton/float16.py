@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core_triton import hopper_logits, kernels
+from core_triton.first_chunk import StoredExponentials
 from core_triton.kernels import LOG2_E
 from core_triton.launch import At, cdiv, column_block, launch
 from core_triton.problem import Problem, plan_of
@@ -233,9 +234,11 @@ def measure_kernel(
 def align_kernel(
     e_ptr, x_ptr, shift_ptr, rho_ptr, row_shift_ptr, largest_ptr, scale_ptr, count_ptr, active_ptr, classes, hidden,
     e_stride, x_stride, stride, block_width, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    other_e_ptr=None, piece=None, piece_stride=None,
 ):  # fmt: skip
     """Divides a row of e (rows, V) by powers of two, so that its shift is row_shift for all classes, and multiplies a
-    row of x (rows, D) by rho and by the chunk's power of two: (49), (50). x may be None.
+    row of x (rows, D) by rho and by the chunk's power of two: (49), (50). x may be None. With other_e, e has the first
+    `piece` classes, and other_e (pieces, piece_stride) the rows of each later piece.
 
     A row of e without a shift is not read. Rows of x whose rho is 0 become 0. Class blocks have block_width classes,
     which are in tiles of BLOCK_V. Writes to active (2,) int32 count () and the exponent of the factor of e^T x. One
@@ -260,6 +263,9 @@ def align_kernel(
             quarter = columns % block_width // (BLOCK_V // 4)
             shift = (packed.to(tl.int32) >> (6 * quarter)) & 63
             place = e_ptr + row * e_stride + columns
+            if other_e_ptr is not None:
+                later = other_e_ptr + (columns // piece - 1).to(tl.int64) * piece_stride + row * piece + columns % piece
+                place = tl.where(columns < piece, place, later)
             e = tl.load(place, mask=inside, other=0.0).to(tl.float32)
             e *= tl.exp2(shift.to(tl.float32) - row_shift)
             tl.store(place, e.to(e_ptr.dtype.element_ty), mask=inside)
@@ -271,6 +277,20 @@ def align_kernel(
             x = tl.load(place, mask=columns < hidden, other=0.0).to(tl.float32)
             x = tl.where(rho == 0, 0.0, x * factor)
             tl.store(place, x.to(x_ptr.dtype.element_ty), mask=columns < hidden)
+
+
+@triton.jit
+def align_of_pieces_kernel(
+    e_ptr, x_ptr, shift_ptr, rho_ptr, row_shift_ptr, largest_ptr, scale_ptr, count_ptr, active_ptr, classes, hidden,
+    e_stride, x_stride, stride, block_width, other_e_ptr, piece, piece_stride,
+    BLOCK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`align_kernel` where the exponentials are in pieces of the classes, another kernel for the reasons of
+    `row_kernels.finish_rows_of_pieces_kernel`."""
+    align_kernel(
+        e_ptr, x_ptr, shift_ptr, rho_ptr, row_shift_ptr, largest_ptr, scale_ptr, count_ptr, active_ptr, classes, hidden,
+        e_stride, x_stride, stride, block_width, BLOCK, BLOCK_V, BLOCK_D, other_e_ptr, piece, piece_stride,
+    )  # fmt: skip
 
 
 def finish(
@@ -287,7 +307,7 @@ def finish(
     rho: Tensor,
     theta: Tensor,
     count: Tensor,
-    e: Tensor,
+    e: StoredExponentials,
     x: Tensor | None,
 ) -> At:
     """Prepares e (n, K) and x (n, >= D) of chunk `number` for the matmuls of the gradients, after
@@ -321,23 +341,26 @@ def finish(
         BLOCK_T=BLOCKS_AT_ONCE,
         num_warps=4,
     )
-    active = At(found.active, number)
+    active, kernel, pieces = At(found.active, number), align_kernel, ()
+    if e.others is not None:
+        kernel, pieces = align_of_pieces_kernel, (e.others, e.others.shape[2], e.others.stride(0))
     launch(
-        align_kernel,
+        kernel,
         (n,),
-        e,
+        e.first,
         x,
         shifts,
         *rows,
         found.scales,
         count,
         active,
-        e.shape[1],
+        problem.classes,
         problem.input.shape[1],
-        e.stride(0),
+        e.first.stride(0),
         0 if x is None else x.stride(0),
         planes * n,
         block_width,
+        *pieces,
         BLOCK=2048,
         BLOCK_V=tile.block_v,
         BLOCK_D=column_block(problem.input.shape[1]),

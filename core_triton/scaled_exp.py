@@ -267,7 +267,9 @@ def saved_gradients(
         factor, fitted, scratch = rows.rho, None, scaled
         if d_weight is not None and plan.fits_float16:  # the chunks' powers of two depend on all upstream gradients
             assert saved.largest_x is not None
-            factor, scratch = (rows.rho != 0).float(), rows.rho.new_empty(config.scratch)
+            factor = (rows.rho != 0).float()
+            if not plan.d_weight_kernel:
+                scratch = rows.rho.new_empty(config.scratch)
             of_chunks = torch.zeros(len(config.chunks(len(x))), dtype=torch.int32, device=x.device)
             fitted = float16.make_rows(rows.rho, of_chunks, None)._replace(largest_x=saved.largest_x)
         for chunk in problem.chunks(config.rows):
@@ -278,7 +280,8 @@ def saved_gradients(
                 saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=At(factor, chunk.start))
                 count: Tensor | At = saved.count
                 if fitted is not None:
-                    of_rows = {"rho": rows.rho, "theta": rows.theta, "count": saved.count, "e": e, "x": chunk_x}
+                    of_rows: dict[str, Any] = {"rho": rows.rho, "theta": rows.theta, "count": saved.count}
+                    of_rows |= {"e": StoredExponentials(e), "x": chunk_x}
                     number = chunk.start // config.rows
                     count = float16.finish(problem, fitted, number, chunk.start, n, 0, 1, 1, of_logits=rho, **of_rows)
                 active = Active(count, chunk.start, int(starts))
@@ -410,9 +413,7 @@ def _run(
             continue
         count: Tensor | At = rows.count
         if plan.fits_float16:
-            count = _fit_in_float16(
-                problem, config, rows, chunk, scratch, e.first, chunk_x, statistics, d_weight is not None
-            )
+            count = _fit_in_float16(problem, config, rows, chunk, scratch, e, chunk_x, statistics, d_weight is not None)
         if d_bias is not None:
             for vocab_chunk in e.pieces(classes):
                 of_piece = e.of(vocab_chunk)
@@ -646,7 +647,7 @@ def _fit_in_float16(
     rows: PackedRows,
     chunk: slice,
     scratch: Tensor,
-    e: Tensor,
+    e: StoredExponentials,
     x: Tensor,
     statistics: int,
     scales_x: bool,
@@ -724,7 +725,8 @@ def _add_d_weight(
         piece = slice(start, min(start + step, len(of_e)))
         product = scratch[: (piece.stop - start) * hidden].view(-1, hidden)
         add_matmul(product, of_e[piece], rows_of_x, first=True)
-        d_weight.put(piece, product.mul_(power), first=first)
+        place = slice(vocab_chunk.start + start, vocab_chunk.start + piece.stop)
+        d_weight.put(place, product.mul_(power), first=first)
 
 
 def _store_d_input(

@@ -626,7 +626,7 @@ def run_pieces() -> None:
     tokens, hidden, vocab, classes = 230, 128, 700, 680
     x, head = (torch.randn(*shape, generator=generator) for shape in ((tokens, hidden), (vocab, hidden)))
     head /= 4  # few rows are repaired, but where logits are multiplied
-    x, bias = x.bfloat16(), torch.randn(vocab, generator=generator)
+    x, bias = x.bfloat16(), torch.randn(vocab, generator=generator)  # float16 holds its numbers too
     target = torch.randint(0, classes, (tokens,), generator=generator)
     target[1::2] = (x.float() @ head.T)[1::2, :classes].argmax(1)  # whose term of d_logits is large
     target[::7] = -100
@@ -643,30 +643,40 @@ def run_pieces() -> None:
         chunks.append([(chunk.start, chunk.stop) for chunk in config.chunks(tokens)])
         return config
 
-    for dtype, rows, scale in ((torch.bfloat16, 40, 1.0), (torch.float32, 88, 1.0), (torch.bfloat16, 40, 20.0)):
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    for of_input, dtype, rows, scale, upstream in (
+        (bfloat16, bfloat16, 40, 1.0, 1.0),
+        (bfloat16, float32, 88, 1.0, 1.0),
+        (bfloat16, bfloat16, 40, 20.0, 1.0),
+        (float16, float16, 40, 4.0, FP16_LOSS_SCALE["mean"]),
+    ):
         options: dict[str, Any] = {"token_weight": weight, "vocab_size": classes, "logit_scale": scale}
         results: list[list[Tensor]] = []
         for implementation in (Running.implementation, "chunked"):
             exact = implementation == "chunked"
-            arrays = [array.float() if exact else array for array in (x, head.to(dtype))]
+            arrays = [array.float() if exact else array for array in (x.to(of_input), head.to(dtype))]
             arrays = [array.clone().requires_grad_() for array in (*arrays, bias)]
             if not exact and dtype == torch.float32:
                 options |= {"head_precision": "float32"}
             choice = partial(in_pieces, rows, hidden * dtype.itemsize // 2)
-            with mock.patch.object(tile_config, "choose_scaled_exp", choice):
+            patch = mock.patch.object(tile_config, "choose_scaled_exp", choice)
+            with patch, core_triton.range_report() as report:
                 loss = core_triton.linear_cross_entropy(
                     arrays[0], arrays[1], target, linear_bias=arrays[2], implementation=implementation, **options
                 )
+            if of_input == float16 and not exact:
+                say(name="shifted rows of float16", used={}, shifted=report.shifted_rows, rows=report.rows)
             options.pop("head_precision", None)
-            loss.backward()
+            loss.backward(torch.tensor(upstream))
             results.append([loss.detach(), *(array.grad for array in arrays if array.grad is not None)])
         names = ("loss", "d_input", "d_weight", "d_bias")
+        budget = 6e-3 if of_input == bfloat16 else 6e-3 / 8  # three more bits
         used = {
-            name: 100 * error(found.float().numpy(), wanted.float().numpy()) / (1e-4 if name == "loss" else 6e-3)
+            name: 100 * error(found.float().numpy(), wanted.float().numpy()) / (1e-4 if name == "loss" else budget)
             for name, found, wanted in zip(names, *results, strict=True)
         }
         used["padding"] = 100 * float(results[0][2][classes:].abs().sum())
-        say(name=f"pieces, a head of {dtype}, logits times {scale}", used=used)
+        say(name=f"pieces, {of_input}, a head of {dtype}, logits times {scale}", used=used)
     assert {len(one) for one in chunks} == {4, 1}, chunks
 
 

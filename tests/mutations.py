@@ -1003,6 +1003,7 @@ TILES_OF_PIECES = tests("core_triton_first_chunk", "each_tile")
 LAUNCHES_OF_PIECES = tests("core_triton_first_chunk", "one_launch")
 FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
 FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_launch or any_of_the_best")
+OF_FLOAT16 = tests("chunk_cost", "first_chunk_of_float16_of_torch")
 FIRST_CHUNK = (
     Mutation("core_triton/scaled_exp.py", "in reversed(e.pieces(classes))", "in e.pieces(classes)", IN_PIECES),
     Mutation("core_triton/scaled_exp.py", "if d_input is not None and in_pieces:", "if False:", IN_PIECES),
@@ -1013,6 +1014,11 @@ FIRST_CHUNK = (
     Mutation("core_triton/row_kernels.py", "target < piece, place, later", "target < piece, place, place", IN_PIECES),
     Mutation("core_triton/row_kernels.py", "(target // piece - 1)", "(target // piece)", IN_PIECES),
     Mutation("core_triton/kernels.py", "(column // piece - 1) * piece_rows", "0", IN_PIECES),
+    Mutation("core_triton/float16.py", "columns < piece, place, later", "columns < piece, place, place", IN_PIECES),
+    Mutation("core_triton/float16.py", "(columns // piece - 1).to", "(columns // piece).to", IN_PIECES),
+    Mutation("core_triton/scaled_exp.py", "slice(vocab_chunk.start + start,", "slice(start,", IN_PIECES),
+    Mutation("core_triton/plan.py", "(fits_float16 and key.label_smoothing):", "False:", OF_FLOAT16),
+    Mutation("core_triton/plan.py", "(fits_float16 and key.label_smoothing):", "fits_float16:", OF_FLOAT16),
     Mutation("core_triton/kernels.py", "column += first_class", "column += 0", IN_PIECES),
     Mutation("core_triton/hopper_gradients.py", "if k < piece:", "if k <= piece:", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),

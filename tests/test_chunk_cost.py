@@ -419,6 +419,21 @@ def test_the_pieces_of_a_first_chunk_fit_where_they_are_stored(head: Head) -> No
             assert made.bytes <= mebibytes * MIB
 
 
+@pytest.mark.parametrize(("gpu", "mebibytes"), [("h100", 512), ("h200", 256)])
+def test_a_first_chunk_of_float16_of_torch_needs_no_label_smoothing(gpu: str, mebibytes: int) -> None:
+    """The terms of label smoothing are in d_weight before the exponentials would be: MATH.md (51)."""
+    n, d, v = 4096, *LLAMA
+    layouts = {"input": TorchLayout((n, d), (d, 1), 2, "float16", True)}
+    layouts["linear_weight"] = layouts["input"]._replace(shape=(v, d))
+    for options in ({}, {"label_smoothing": 0.1}):
+        usual, made = (
+            plan("torch", n, d, v, mebibytes * MIB, gpu=gpu, **options, **more).chunks for more in ({}, layouts)
+        )
+        assert usual.first_rows == n
+        assert made.first_rows == (0 if options else n)
+        assert made.bytes <= mebibytes * MIB
+
+
 def test_whole_row_blocks_of_a_first_chunk_fit_rows_of_d_weight() -> None:
     """Kernels store whole row blocks, and the next rows may be those of another piece."""
     made = plan("torch", 2850, 2880, 201088, 256 * MIB, gpu="h100").chunks

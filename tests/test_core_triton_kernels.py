@@ -165,6 +165,7 @@ CALLS = {
     "split-transposed": Call("train", "qwen2.5-0.5b", head=torch.float32, splits=True, transposed=True),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
     "options-fp16": Call("stats", "gemma2-2b", torch.float16, bias=True, softcap=30.0, scale=0.7),
+    "pieces-fp16": Call("train", "n4096", torch.float16),
     "smoothing-fp16": Call("train", "qwen2.5-0.5b", torch.float16, smoothing=0.1),
     "smoothing-fp16-head32": Call("train", "qwen2.5-0.5b", torch.float16, smoothing=0.1, head=torch.float32),
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
@@ -224,6 +225,7 @@ LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in C
 FOR_HOPPER = (
     "train-long",
     "pieces-options",
+    "pieces-fp16",
     "train-transposed",
     "train-head32",
     "smoothing-fp16-head32",
@@ -582,8 +584,8 @@ def test_every_kernel_is_launched(arch: int) -> None:
         if module == "core_triton.kernels" and arch <= 90:  # other files have these kernels for 16-bit operands
             hopper = {"exponentials_kernel", "statistics_kernel", "d_logits_kernel"}
             expected -= hopper if arch == 90 else {"exponentials_kernel"}
-        if module == "core_triton.row_kernels" and arch != 90:
-            expected -= {"finish_rows_of_pieces_kernel"}  # only d_input of hopper_gradients reads pieces
+        if arch != 90:  # only d_input of hopper_gradients reads pieces
+            expected -= {"finish_rows_of_pieces_kernel", "align_of_pieces_kernel"}
         assert expected <= {kernel for owner, kernel in launched if owner == module}
 
 
@@ -652,6 +654,22 @@ def test_workspace_on_other_gpus_is_within_budget(arch: int, plan: str) -> None:
     assert_within(arch, Call(plan, "llama3-8b"), DEFAULT)
 
 
+@pytest.mark.parametrize("name", ["train-pieces", "pieces-options", "pieces-fp16"])
+def test_workspace_of_a_first_chunk_in_the_memory_of_d_weight_is_within_budget(name: str) -> None:
+    assert_within(90, CALLS[name], 2**28)
+    assert "d_input_of_pieces_kernel" in {
+        launch.kernel.__name__ for launch in launches_of(90, lambda: CALLS[name].run(2**28))
+    }
+
+
+def test_gradients_of_saved_rows_of_float16_take_no_more_memory() -> None:
+    """The kernel of d_weight adds in place. Numbers of the rows and chunks are all that float16 has more."""
+    of_bfloat16, of_float16 = (
+        workspace(90, Call("saved", "qwen2.5-0.5b", dtype), DEFAULT) for dtype in (torch.bfloat16, torch.float16)
+    )
+    assert of_float16 - of_bfloat16 < 32 * SHAPES["qwen2.5-0.5b"].n
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_workspace_of_a_loss_of_the_entropy_is_within_budget(dtype: torch.dtype) -> None:
     shape, budget = SHAPES["qwen2.5-0.5b"], 2**28
@@ -678,7 +696,9 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
-@pytest.mark.parametrize("name", ["train", "train-options", "train-long", "train-pieces", "train-fp16", "eval"])
+@pytest.mark.parametrize(
+    "name", ["train", "train-options", "train-long", "train-pieces", "train-fp16", "pieces-fp16", "eval"]
+)
 def test_calls_that_can_be_replayed_only_allocate_and_launch(name: str) -> None:
     """Otherwise `replay.Recorder` records nothing, and each call takes the host time of the first."""
     with fake_gpu(90), Meter() as meter:
