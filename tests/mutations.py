@@ -778,11 +778,12 @@ SAVED_ROWS = (
         SAVED_KERNELS,
     ),
     Mutation("core_triton/scaled_exp.py", "_replace(largest_x=saved.largest_x)", "", SAVED_KERNELS),
+    Mutation("core_triton/scaled_exp.py", "factor = (rows.rho != 0).float()", "pass", SAVED_KERNELS),
     Mutation(
         "core_triton/scaled_exp.py",
-        "factor, scratch = (rows.rho != 0).float(), rows.rho.new_empty(config.scratch)",
-        "scratch = rows.rho.new_empty(config.scratch)",
-        SAVED_KERNELS,
+        "if not plan.d_weight_kernel:\n                scratch",
+        "if True:\n                scratch",
+        tests("core_triton_kernels", "saved_rows_of_float16"),
     ),
     Mutation(
         "core_triton/saved_ops.py",
