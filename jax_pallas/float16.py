@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jax_pallas import kernels
+from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import (
     FINISHED_COLUMNS,
@@ -107,6 +108,7 @@ class Fitted(NamedTuple):
 
     rows: CallRows
     e: Array
+    others: Array | None  # of `Exponentials`
     x: Array | None
     rho: Array  # (rows,)
     power: Array  # () float32, the factor of e^T x
@@ -159,18 +161,17 @@ def align_kernel(
     pieces: Pieces, place_ref: Any, factor_ref: Any, shift_ref: Any, low_ref: Any, high_ref: Any, *rest: Any
 ) -> None:
     """Divides a row of e (rows, padded) by powers of two, so that its shift is shift (rows,) float32 for all classes,
-    and multiplies its row of x (N, D) by factor (rows,): (49), (50). x may be None.
+    and multiplies its row of x (N, D) by factor (rows,): (49), (50). x may be None. With `others` of `Exponentials`, e
+    has the first classes.
 
     A row of e without a shift is not read. Rows of x whose factor is 0 become 0. low and high (class blocks, rows) hold
     the shifts of the pieces of a class block; high may be None. One program owns a row.
     """
-    e_ref, x_ref = rest[len(rest) // 2 :]
-    row = pl.program_id(0)
+    e_ref, others_ref, x_ref = rest[len(rest) // 2 :]
+    row, piece_end = pl.program_id(0), e_ref.shape[1]
     factor, shift = factor_ref[row], shift_ref[row]
 
-    def e_step(index: Any, _: None) -> None:
-        column = arange(index * FINISHED_COLUMNS, FINISHED_COLUMNS)
-        mask = column < e_ref.shape[1]
+    def align(ref: Any, place: tuple[Any, Any], column: Array, mask: Array) -> None:
         block = lax.min(lax.div(column, jnp.int32(pieces.block)), jnp.int32(low_ref.shape[0] - 1))
         piece = lax.div(lax.rem(column, jnp.int32(pieces.block)), jnp.int32(pieces.piece))
         packed = load(low_ref, block, jnp.zeros_like(block) + row, mask=mask)
@@ -179,11 +180,24 @@ def align_kernel(
             packed = jnp.where(piece < IN_A_NUMBER, packed, high)
         packed = packed.astype(jnp.int32)
         own = (packed >> (8 * lax.rem(piece, jnp.int32(IN_A_NUMBER)))) & 255
-        values = load(e_ref, row, column, mask=mask).astype(jnp.float32)
-        store(e_ref, row, column, values=values * jnp.exp2(own.astype(jnp.float32) - shift), mask=mask)
+        values = load(ref, *place, mask=mask).astype(jnp.float32)
+        store(ref, *place, values=values * jnp.exp2(own.astype(jnp.float32) - shift), mask=mask)
 
-    steps = jnp.where(shift > 0, jnp.int32(pl.cdiv(e_ref.shape[1], FINISHED_COLUMNS)), jnp.int32(0))
+    def e_step(index: Any, _: None) -> None:
+        column = arange(index * FINISHED_COLUMNS, FINISHED_COLUMNS)
+        align(e_ref, (row, column), column, column < piece_end)
+
+    def others_step(index: Any, _: None) -> None:
+        column = arange(piece_end + index * FINISHED_COLUMNS, FINISHED_COLUMNS)
+        start, within = FirstChunk.of(piece_end, shift_ref.shape[0], others_ref.shape[1]).place(column)
+        align(others_ref, (start + row, within), column, column < end)
+
+    steps = jnp.where(shift > 0, jnp.int32(pl.cdiv(piece_end, FINISHED_COLUMNS)), jnp.int32(0))
     lax.fori_loop(jnp.int32(0), steps, e_step, None)
+    if others_ref is not None:
+        end = low_ref.shape[0] * pieces.block
+        steps = jnp.where(shift > 0, jnp.int32(pl.cdiv(end - piece_end, FINISHED_COLUMNS)), jnp.int32(0))
+        lax.fori_loop(jnp.int32(0), steps, others_step, None)
     if x_ref is None:
         return
     hidden, place = x_ref.shape[1], place_ref[FIRST_OF_X] + row
@@ -212,7 +226,7 @@ def fit(
     scales: tuple[Array, Array] | None,
 ) -> Fitted:
     """Prepares a chunk of `size` rows for the matmuls of the gradients, after `row_kernels.finish_rows`, whose rho is
-    `rho`. The rows are those of x (N, D) from `start` on.
+    `rho`, and e and `found.others` its exponentials. The rows are those of x (N, D) from `start` on.
 
     Args:
         scales: powers of two of d_input and of the head's gradients.
@@ -231,17 +245,18 @@ def fit(
     exponent = chunk_exponent(largest)
     operands = place, rho * power_of_two(-exponent), shift, *shifts
     of_x = x if scales_x else None
-    e, of_x = run(
+    written = e, found.others, of_x
+    e, others, of_x = run(
         align_kernel,
         OF_TRITON if found.shifts_high is None else OF_HOPPER,
-        (*operands, e, of_x),
-        (e, of_x),
+        (*operands, *written),
+        written,
         (size,),
-        in_place=1 + scales_x,
+        in_place=sum(array is not None for array in written),
         warps=4,
         stages=1,
     )
-    return Fitted(rows, e, of_x, rho, power_of_two(exponent) * head)
+    return Fitted(rows, e, others, of_x, rho, power_of_two(exponent) * head)
 
 
 def chunk_exponent(largest: Array) -> Array:

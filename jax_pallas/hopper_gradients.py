@@ -411,7 +411,15 @@ def add_d_weight(
 
 
 def write_d_weight(
-    e: Array, x: Array, start: int | Array, d_weight: Array, *, classes: int, rows: int, interpret: bool = False
+    e: Array,
+    x: Array,
+    start: int | Array,
+    d_weight: Array,
+    *,
+    classes: int,
+    rows: int,
+    power: Array | None = None,
+    interpret: bool = False,
 ) -> Array:
     """Returns e^T @ x[start : start + n], the d_weight of a first chunk, in the place of `d_weight`: (33).
 
@@ -423,18 +431,19 @@ def write_d_weight(
             multiple of 8.
         classes: K. Classes past K get zeros.
         rows: n.
+        power: of `add_d_weight`.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     (vocab, columns), hidden, steps = d_weight.shape, x.shape[1], cdiv(rows, STEP)
     first = FirstChunk.of(e.shape[1], rows, columns)
     kernel = DWeightKernel(
         steps, hidden, vocab, classes, vocab_axis=0, adds=False, loaded=0, has_first_class=True,
-        float32=columns != hidden, has_power=False, interpret=interpret, first=first,
+        float32=columns != hidden, has_power=power is not None, interpret=interpret, first=first,
     )  # fmt: skip
     for start_class, end in first.pieces(classes):
         tiles = kernel.d_blocks * cdiv((vocab if end == classes else end) - start_class, BLOCK_V)
         scalars = jnp.concatenate([pauses(steps), jnp.array([start, start_class, tiles], jnp.int32)])
-        d_weight = _run_d_weight(scalars, e, x, None, d_weight, kernel=kernel)
+        d_weight = _run_d_weight(scalars, e, x, None if power is None else power[None], d_weight, kernel=kernel)
     return d_weight
 
 

@@ -311,7 +311,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         room = 0
         writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
         by_class = key.vocab_axis == 0 and vocab % 8 == 0
-        if multiplies and writes and by_class and x.dtype == "bfloat16":
+        # The terms of label smoothing are in a d_weight of float16 before its first chunk is: MATH.md (51).
+        if multiplies and writes and by_class and not (fits_float16 and key.label_smoothing):
             room = tile_config.first_chunk_room(hidden, w.itemsize)
         call = None
         if key.d_input or key.d_weight:

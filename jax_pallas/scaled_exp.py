@@ -384,9 +384,10 @@ def _chunk(
         rows = rows._replace(theta=chunk.put(rows.theta, chunk.of(rows.theta) / unit_scale))
         rho = rho / jnp.pad(unit_scale, (0, size - chunk.size), constant_values=1.0)
     if fits and e is not None and rho is not None:
-        rows, e, scaled, rho, power = float16.fit(
+        rows, e, others, scaled, rho, power = float16.fit(
             rows, chunk, place, size, found, e, x, start, rho, scales_x=scales_x, scales=scales
         )
+        found = found._replace(others=others)
     if hook is None and statistics & OF_LOGITS & ~MAX:
         of_tokens = OfTokens(None, _statistics_of(problem, rows, chunk, found, joined, repaired))
     carry = carry._replace(rows=rows)
@@ -401,7 +402,7 @@ def _chunk(
         return carry, of_tokens
     x = x if scaled is None else scaled
     if found.others is not None:
-        return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho), of_tokens
+        return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho, power), of_tokens
     carry = _add_gradients(problem, carry, chunk, e, x, start, rho, power, smooth, first=first)
     return carry, of_tokens
 
@@ -605,9 +606,11 @@ def _add_gradients(
     return Carry(rows, held, d_weight, d_bias)
 
 
-def _first_gradients(problem: Problem, carry: Carry, chunk: Slice, e: Array, x: Array, rho: Array) -> Carry:
+def _first_gradients(
+    problem: Problem, carry: Carry, chunk: Slice, e: Array, x: Array, rho: Array, power: Array | None
+) -> Carry:
     """Returns the gradients of a first chunk with exponentials in the memory of d_weight, but for the targets' terms.
-    d_weight is written last. In the carry it is that memory: `memory_of`."""
+    d_weight is written last. In the carry it is that memory: `memory_of`. power: (50)."""
     from jax_pallas import hopper_gradients
 
     rows, held, d_weight, d_bias = carry
@@ -621,7 +624,7 @@ def _first_gradients(problem: Problem, carry: Carry, chunk: Slice, e: Array, x: 
         rows = rows._replace(target=target)
         held = _store_d_input(problem, rows, chunk, e, held, rho, d_weight)
     d_weight, held, d_bias = lax.optimization_barrier((d_weight, held, d_bias))
-    d_weight = hopper_gradients.write_d_weight(e, x, 0, d_weight, classes=problem.classes, rows=chunk.size)
+    d_weight = hopper_gradients.write_d_weight(e, x, 0, d_weight, classes=problem.classes, rows=chunk.size, power=power)
     if problem.spec.splits_head:
         d_weight = float32_of(d_weight)
     return Carry(rows, held, d_weight, d_bias)
