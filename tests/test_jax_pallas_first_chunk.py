@@ -95,8 +95,8 @@ def stored(e: Array, d_weight: Array, piece: int) -> tuple[Array, Array]:
     return e[:, :piece], jnp.asarray(memory, e.dtype)
 
 
-def drawn(*shape: int, seed: int) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+def drawn(*shape: int, seed: int, dtype: Any = jnp.bfloat16) -> Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def test_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +118,20 @@ def test_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ((found.others == 7) == (others == 7)).all()
 
 
-@pytest.mark.parametrize(("dtype", "hidden"), [(jnp.bfloat16, D), (jnp.float32, 192)])
+@pytest.mark.parametrize(("dtype", "hidden"), [(jnp.bfloat16, D), (jnp.float32, 192), (jnp.float16, D)])
 def test_d_weight(dtype: Any, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float32 d_weight of half as many columns has as much memory."""
+    """A float32 d_weight of half as many columns has as much memory. That of float16 is multiplied by a number."""
     use_programs(monkeypatch, 2)
-    e, x = drawn(N, CLASSES, seed=0), drawn(N + 20, hidden, seed=1).at[:7].set(jnp.nan)
+    of_input, power = (jnp.float16, 2.0**-3) if dtype == jnp.float16 else (jnp.bfloat16, None)
+    e = drawn(N, CLASSES, seed=0, dtype=of_input)
+    x = drawn(N + 20, hidden, seed=1, dtype=of_input).at[:7].set(jnp.nan)
     parts = stored(e, jnp.full((V, hidden), jnp.nan, dtype), PIECE)
-    found = write_d_weight(parts[0], x, 7, parts[1], classes=CLASSES, rows=N, interpret=True)
+    options: dict[str, Any] = {} if power is None else {"power": jnp.float32(power)}
+    found = write_d_weight(parts[0], x, 7, parts[1], classes=CLASSES, rows=N, interpret=True, **options)
     if dtype == jnp.float32:
         found = float32_of(found)
-    close(found[:CLASSES], float64(e).T @ float64(x)[7 : 7 + N], *[1e-6] * (dtype == jnp.float32))
+    rounded = {jnp.bfloat16: (), jnp.float32: (1e-6,), jnp.float16: (ROUNDED / 8,)}[dtype]
+    close(found[:CLASSES], (power or 1.0) * (float64(e).T @ float64(x)[7 : 7 + N]), *rounded)
     assert not found[CLASSES:].any()
 
 
@@ -163,8 +167,9 @@ def test_d_input(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Rows of the call, rows of the other chunks, the logits' scale, whether d_input is computed, options. With a large
-# scale rows are computed again.
+# scale rows are computed again, and with a smaller one those of float16 are shifted.
 FLOAT32 = {"head_precision": "float32"}
+FLOAT16 = {"dtype": jnp.float16}
 CALLS = [
     pytest.param(70, 40, 20.0, True, {}, id="all rows"),
     pytest.param(170, 50, 1.0, True, OPTIONS, id="two chunks", marks=pytest.mark.slow),
@@ -174,6 +179,9 @@ CALLS = [
         170, 50, 20.0, True, {"z_loss_weight": 0.1, **FLOAT32}, id="float32 head, two chunks", marks=pytest.mark.slow
     ),
     pytest.param(125, 40, 1.0, False, {**OPTIONS, **FLOAT32}, id="float32 head, frozen input", marks=pytest.mark.slow),
+    pytest.param(70, 40, 5.0, True, FLOAT16, id="float16", marks=pytest.mark.slow),
+    pytest.param(170, 40, 5.0, True, {"z_loss_weight": 0.1, **FLOAT16}, id="float16, 3 chunks", marks=pytest.mark.slow),
+    pytest.param(125, 40, 40.0, False, FLOAT16, id="float16, frozen input", marks=pytest.mark.slow),
 ]
 
 
@@ -181,14 +189,18 @@ CALLS = [
 def test_scaled_exp(
     n: int, rows: int, scale: float, d_input: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A float32 head has half of the columns, and as much memory in a row of d_weight."""
+    """A float32 head has half of the columns, and as much memory in a row of d_weight. The gradients of float16 carry
+    powers of two."""
     interpret(monkeypatch)
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
     monkeypatch.setattr(scaled_exp, "over_slices", over_slices)
     needs_grad, splits_head = NeedsGrad(d_input, True, True), "head_precision" in options
-    d, piece = 128 if splits_head else 256, 192
-    ours = problem(n, d, V, CLASSES, 0, {**options, "logit_scale": scale})
-    w = (ours.linear_weight * 0.5).astype(jnp.bfloat16)
+    d, piece, dtype = 128 if splits_head else 256, 192, options.get("dtype", jnp.bfloat16)
+    spec = {name: value for name, value in options.items() if name != "dtype"}
+    ours = problem(n, d, V, CLASSES, 0, {**spec, "logit_scale": scale})
+    assert ours.linear_bias is not None
+    ours = replace(ours, input=ours.input.astype(dtype), linear_bias=ours.linear_bias.astype(dtype))
+    w = (ours.linear_weight * 0.5).astype(dtype)
     if splits_head:
         w = w + jnp.asarray(np.random.default_rng(1).standard_normal(w.shape), jnp.float32) * 2.0**-9
     ours = replace(ours, linear_weight=w)
@@ -196,17 +208,19 @@ def test_scaled_exp(
     first_rows = n - max(0, cdiv(n - 128, rows)) * rows
     config = ScaledExpConfig(rows, first_rows, 384 if splits_head else V, 2**20, 0, first_rows, piece)
     ours = replace(ours, plan=replace(plan, chunks=config, d_weight_starts=False))
-    loss, _, gradients = scaled_exp.scaled_exp(ours, needs_grad, statistics=0)
+    scales = (jnp.float32(64.0), jnp.float32(8.0)) if dtype == jnp.float16 else None
+    loss, _, gradients = scaled_exp.scaled_exp(ours, needs_grad, statistics=0, scales=scales)
+    of_input, of_head = scales or (1.0, 1.0)
     exact_problem = in_float32(ours)
     exact_problem = replace(exact_problem, spec=replace(ours.spec, head_precision=None))
     stage = by_xla(exact_problem, "loss_and_gradients", needs_grad)
     want, _, exact = chunked.loss_and_gradients(*stage, needs_grad, None, 0)
     np.testing.assert_allclose(loss, want, rtol=2e-5, atol=1e-7)
-    pairs = zip(gradients, exact, strict=True)
-    for got, value in pairs:
+    tolerance = 4e-3 if dtype == jnp.bfloat16 else 6e-4
+    for got, value, factor in zip(gradients, exact, (of_input, of_head, of_head), strict=True):
         if value is not None:
             assert got is not None
-            assert jnp.linalg.norm(got.astype(jnp.float32) - value) <= 4e-3 * jnp.linalg.norm(value)
+            assert jnp.linalg.norm(got.astype(jnp.float32) / factor - value) <= tolerance * jnp.linalg.norm(value)
     assert gradients.d_weight is not None
     assert gradients.d_weight.dtype == w.dtype
     assert not gradients.d_weight[CLASSES:].any()

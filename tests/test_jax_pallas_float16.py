@@ -6,7 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 from jax_problem import planned
+from test_jax_pallas_first_chunk import stored
 
 from jax_pallas import float16, row_kernels
 from jax_pallas.hopper_common import PIECE, PIECES
@@ -14,6 +16,7 @@ from jax_pallas.problem import NeedsGrad, Problem
 from jax_pallas.row_kernels import CallRows, Exponentials
 from jax_pallas.slicing import Slice
 from jax_pallas.smoothing import Smoothing
+from jax_pallas.tile_config import CLASS_BLOCK
 from linear_ce.spec import LossSpec
 
 
@@ -28,17 +31,27 @@ def test_shifted_sums_are_below_2_to_the_15(total: float, shift: int) -> None:
     assert row_kernels.shift_of(jnp.float32(total)) == shift
 
 
-@pytest.mark.parametrize("pieces", [float16.OF_HOPPER, float16.OF_TRITON], ids=["mosaic", "pallas_triton"])
+@pytest.mark.parametrize(
+    ("pieces", "piece"),
+    [(float16.OF_HOPPER, 0), (float16.OF_TRITON, 0), (float16.OF_HOPPER, CLASS_BLOCK)],
+    ids=["mosaic", "pallas_triton", "first chunk"],
+)
 @pytest.mark.parametrize("scales", [None, (64.0, 8.0)])
-def test_fit(scales: Any, pieces: float16.Pieces) -> None:
-    """The third row does not contribute. A row that was computed again has no shift."""
-    n, d, blocks = 4, 24, 2
+def test_fit(scales: Any, pieces: float16.Pieces, piece: int) -> None:
+    """The third row does not contribute. A row that was computed again has no shift. The exponentials of a first chunk
+    past the first `piece` classes are in the memory of d_weight, in two groups."""
+    n, d, blocks = 4, 24, 4 if piece else 2
+    memory = jnp.full((300, 2 * CLASS_BLOCK + 16), 7, jnp.float16)
+
+    def parts(e: np.ndarray) -> tuple[Array, Array | None]:
+        return stored(jnp.asarray(e), memory, piece) if piece else (jnp.asarray(e), None)
+
     random = np.random.default_rng(0)
     in_a_block = pieces.block // pieces.piece
     shifts = random.integers(0, 5, (n, blocks * in_a_block)) * np.array([[1], [1], [1], [0]])
     packed: Any = shifts.T.astype(np.float32), None
     if in_a_block > 1:
-        weights = 256.0 ** np.tile(np.arange(3), 4)
+        weights = 256.0 ** np.tile(np.arange(3), 2 * blocks)
         packed = (shifts * weights).reshape(n, blocks, 2, 3).sum(3).transpose(2, 1, 0)
     e = random.random((n, blocks * pieces.block)).astype(np.float16)
     x = random.standard_normal((n + 2, d)).astype(np.float16)
@@ -47,18 +60,21 @@ def test_fit(scales: Any, pieces: float16.Pieces) -> None:
     zeros = jnp.zeros((blocks, n))
     for again in (False, True):
         rows = CallRows(*[jnp.zeros(n)] * 10)._replace(flag=flag * again, theta=jnp.asarray(theta))
-        found = Exponentials(None, zeros, None, zeros, zeros, shifts=packed[0], shifts_high=packed[1])
+        own, others = parts(e)
+        found = Exponentials(None, zeros, None, zeros, zeros, shifts=packed[0], shifts_high=packed[1], others=others)
         chunk, place = Slice(0, n, None), jnp.array([0, 0, 2, n], jnp.int32)
         as_scales = None if scales is None else tuple(map(jnp.float32, scales))
         got = float16.fit(
-            rows, chunk, place, n, found, jnp.asarray(e), jnp.asarray(x), 2, jnp.asarray(rho),
+            rows, chunk, place, n, found, own, jnp.asarray(x), 2, jnp.asarray(rho),
             scales_x=True, scales=as_scales,
         )  # fmt: skip
         assert got.x is not None
         first, second = scales or (1.0, 1.0)
         most = np.zeros(n, int) if again else shifts.max(1) * (rho != 0)
         moved = np.repeat(np.where(most[:, None] > 0, shifts - most[:, None], 0), pieces.piece, 1)
-        np.testing.assert_array_equal(got.e, (e * 2.0**moved).astype(np.float16))
+        for part, wanted_part in zip((got.e, got.others), parts((e * 2.0**moved).astype(np.float16)), strict=True):
+            assert (part is None) == (wanted_part is None)
+            np.testing.assert_array_equal(part, wanted_part)
         np.testing.assert_array_equal(got.rho, rho * 2.0**most * np.float32(first))
         np.testing.assert_array_equal(got.rows.theta, theta * np.float32(first))
         # The largest element is as large as is allowed, and the product with the power is rho x.
