@@ -402,8 +402,9 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         room = 0
         in_kernels = d_weight_kernel and (tiling is not None or not key.d_input)
         writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
-        # The terms of label smoothing are in a d_weight of float16 before its first chunk is: MATH.md (51).
-        if in_kernels and hopper and writes and not (fits_float16 and key.label_smoothing):
+        # d_weight of float16 has the terms of label smoothing before its first chunk: MATH.md (51).
+        begun = fits_float16 and key.label_smoothing != 0
+        if in_kernels and hopper and writes and not begun:
             room = hidden * w.itemsize // x.itemsize // ROW_BLOCK * ROW_BLOCK
         call = None
         if key.d_input or key.d_weight:

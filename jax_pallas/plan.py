@@ -311,8 +311,9 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         room = 0
         writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
         by_class = key.vocab_axis == 0 and vocab % 8 == 0
-        # The terms of label smoothing are in a d_weight of float16 before its first chunk is: MATH.md (51).
-        if multiplies and writes and by_class and not (fits_float16 and key.label_smoothing):
+        # d_weight of float16 has the terms of label smoothing before its first chunk: MATH.md (51).
+        begun = fits_float16 and key.label_smoothing != 0
+        if multiplies and writes and by_class and not begun:
             room = tile_config.first_chunk_room(hidden, w.itemsize)
         call = None
         if key.d_input or key.d_weight:
@@ -363,7 +364,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         d_weight_starts = (
             key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
         )
-        d_weight_starts &= not key.grad_into and not (fits_float16 and key.label_smoothing)
+        d_weight_starts &= not key.grad_into and not begun
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )

@@ -1004,7 +1004,7 @@ TILES_OF_PIECES = tests("core_triton_first_chunk", "each_tile")
 LAUNCHES_OF_PIECES = tests("core_triton_first_chunk", "one_launch")
 FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
 FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_launch or any_of_the_best")
-OF_FLOAT16 = tests("chunk_cost", "first_chunk_of_float16_of_torch")
+OF_FLOAT16 = tests("chunk_cost", "first_chunk_of_float16")
 FIRST_CHUNK = (
     Mutation("core_triton/scaled_exp.py", "in reversed(e.pieces(classes))", "in e.pieces(classes)", IN_PIECES),
     Mutation("core_triton/scaled_exp.py", "if d_input is not None and in_pieces:", "if False:", IN_PIECES),
@@ -1018,8 +1018,10 @@ FIRST_CHUNK = (
     Mutation("core_triton/float16.py", "columns < piece, place, later", "columns < piece, place, place", IN_PIECES),
     Mutation("core_triton/float16.py", "(columns // piece - 1).to", "(columns // piece).to", IN_PIECES),
     Mutation("core_triton/scaled_exp.py", "slice(vocab_chunk.start + start,", "slice(start,", IN_PIECES),
-    Mutation("core_triton/plan.py", "(fits_float16 and key.label_smoothing):", "False:", OF_FLOAT16),
-    Mutation("core_triton/plan.py", "(fits_float16 and key.label_smoothing):", "fits_float16:", OF_FLOAT16),
+    Mutation("core_triton/plan.py", "fits_float16 and key.label_smoothing != 0", "fits_float16", OF_FLOAT16),
+    Mutation("core_triton/plan.py", "begun = fits_float16 and key.label_smoothing != 0", "begun = False", OF_FLOAT16),
+    Mutation("jax_pallas/plan.py", "and by_class and not begun", "and by_class", OF_FLOAT16),
+    Mutation("jax_pallas/plan.py", "fits_float16 and key.label_smoothing != 0", "fits_float16", OF_FLOAT16),
     Mutation("core_triton/kernels.py", "column += first_class", "column += 0", IN_PIECES),
     Mutation("core_triton/hopper_gradients.py", "if k < piece:", "if k <= piece:", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),
@@ -1162,6 +1164,15 @@ FLOAT16 = (
     Mutation("jax_pallas/float16.py", "again | (rho == 0)", "rho == 0", JAX_FITS),
     Mutation("jax_pallas/float16.py", "jnp.exp2(own.astype(jnp.float32) - shift)", "jnp.exp2(-shift)", JAX_FITS),
     Mutation("jax_pallas/float16.py", "piece < IN_A_NUMBER", "piece <= IN_A_NUMBER", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "(start + row, within)", "(row, within)", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "end = low_ref.shape[0] * pieces.block", "end = piece_end", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "arange(piece_end + index", "arange(index", JAX_FITS),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "has_power=power is not None, interpret=interpret, first=first",
+        "has_power=False, interpret=interpret, first=first",
+        JAX_OF_PIECES,
+    ),
     Mutation("jax_pallas/float16.py", "power_of_two(exponent) * head", "power_of_two(exponent)", JAX_FITS),
     Mutation("jax_pallas/plan.py", "fits_float16 and key.d_weight and not multiplies", "False", JAX_FITS_PARTS),
     Mutation("jax_pallas/plan.py", "0 if multiplies or fits_float16 or", "0 if multiplies or", JAX_FITS_PARTS),
@@ -1211,9 +1222,7 @@ FLOAT16 = (
     Mutation("jax_pallas/smoothing.py", "row_weight * self.scales[0]", "row_weight", JAX_FITS),
     Mutation("jax_pallas/smoothing.py", "scales = scales[0], jnp.float32(1.0)", "pass", JAX_FITS),
     Mutation("jax_pallas/smoothing.py", "else grad_into + terms", "else terms", JAX_FITS),
-    Mutation(
-        "jax_pallas/plan.py", "not (fits_float16 and key.label_smoothing)", "True", tests("jax_pallas_plan", "starts")
-    ),
+    Mutation("jax_pallas/plan.py", "grad_into and not begun", "grad_into", tests("jax_pallas_plan", "starts")),
     Mutation(
         "jax_pallas/input_grad.py",
         "if io.smooth is not None:",

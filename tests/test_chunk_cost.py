@@ -419,18 +419,25 @@ def test_the_pieces_of_a_first_chunk_fit_where_they_are_stored(head: Head) -> No
             assert made.bytes <= mebibytes * MIB
 
 
-@pytest.mark.parametrize(("gpu", "mebibytes"), [("h100", 512), ("h200", 256)])
-def test_a_first_chunk_of_float16_of_torch_needs_no_label_smoothing(gpu: str, mebibytes: int) -> None:
-    """The terms of label smoothing are in d_weight before the exponentials would be: MATH.md (51)."""
-    n, d, v = 4096, *LLAMA
-    layouts = {"input": TorchLayout((n, d), (d, 1), 2, "float16", True)}
-    layouts["linear_weight"] = layouts["input"]._replace(shape=(v, d))
-    for options in ({}, {"label_smoothing": 0.1}):
-        usual, made = (
-            plan("torch", n, d, v, mebibytes * MIB, gpu=gpu, **options, **more).chunks for more in ({}, layouts)
-        )
-        assert usual.first_rows == n
-        assert made.first_rows == (0 if options else n)
+@pytest.mark.parametrize(
+    ("framework", "n", "shape", "gpu", "mebibytes"),
+    [
+        ("torch", 4096, LLAMA, "h100", 512),
+        ("torch", 8192, GEMMA, "h200", 256),
+        ("jax", 8192, GEMMA, "h100", 512),
+        ("jax", 2048, LLAMA, "h200", 256),
+    ],
+)
+def test_a_first_chunk_of_float16_has_no_label_smoothing(
+    framework: str, n: int, shape: tuple[int, int], gpu: str, mebibytes: int
+) -> None:
+    """Its terms are in d_weight before the exponentials would be: MATH.md (51)."""
+    d, v = shape
+    x = TorchLayout((n, d), (d, 1), 2, "float16", True) if framework == "torch" else JaxLayout((n, d), 2, "float16")
+    of_float16 = {"input": x, "linear_weight": x._replace(shape=(v, d))}
+    for smoothing, dtype in product((0.0, 0.1), ({}, of_float16)):
+        made = plan(framework, n, d, v, mebibytes * MIB, gpu=gpu, label_smoothing=smoothing, **dtype).chunks
+        assert (made.first_rows > made.rows) == (not smoothing or not dtype)
         assert made.bytes <= mebibytes * MIB
 
 

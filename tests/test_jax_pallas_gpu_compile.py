@@ -195,22 +195,26 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
         ("train", 4096, PHI, 50),
         ("split_head", 8192, LLAMA, 140),
         ("split_head", 8192, GEMMA, 1000),
+        ("float16", 2048, GEMMA, 40),
+        ("float16", 4096, GEMMA, 110),
     ],
 )
 def test_a_first_chunk_in_the_memory_of_d_weight_copies_nothing(
     mode: str, n: int, shape: tuple[int, int], launches: int, tmp_path: Path
 ) -> None:
     """All rows, or most of them and other chunks. A second d_weight would not fit the budget."""
-    x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((n, shape[0]), (shape[1], shape[0])))
+    dtype = jnp.float16 if mode == "float16" else jnp.bfloat16
+    x, w = (jax.ShapeDtypeStruct(size, dtype) for size in ((n, shape[0]), (shape[1], shape[0])))
     options: dict[str, Any] = {"device": "h200"}
     if mode == "split_head":
         w, options = w.update(dtype=jnp.float32), {**options, "head_precision": "float32"}
     arrays: Any = x, w
     assert "in the memory of d_weight" in str(explain(*arrays, **options))
     found = compile_all([(mode, n, *shape, 0)], "h200", "mosaic", tmp_path)
-    check(found, {**KERNEL_LIMITS, "split_head": DEFAULT_MEMORY_BUDGET})
+    check(found, {**KERNEL_LIMITS, "split_head": DEFAULT_MEMORY_BUDGET, "float16": DEFAULT_MEMORY_BUDGET})
     assert found[0]["launches"] <= launches
-    check_kernels(tmp_path, "exponentials", "d_weight", "d_input", "repair_kernel", "finish_rows_kernel")
+    names = ("exponentials", "d_weight", "d_input", "repair_kernel", "finish_rows_kernel")
+    check_kernels(tmp_path, *names, *["align_kernel"] * (mode == "float16"))
 
 
 @pytest.mark.slow
