@@ -80,6 +80,9 @@ class Value:
     def __getitem__(self, index: Any) -> "Value":
         return Value(self.data[index], self.dtype)
 
+    def __neg__(self) -> "Value":
+        return Value(-self.data, self.dtype)
+
     def __invert__(self) -> "Value":
         assert self.dtype == "i1"
         return Value(1 - self.data, self.dtype)
@@ -264,6 +267,12 @@ class Language:
 
     def exp2(self, value: Value) -> Value:
         return Value(np.exp2(value.data), "f32")
+
+    def log2(self, value: Value) -> Value:
+        return Value(np.log2(value.data), "f32")
+
+    def floor(self, value: Value) -> Value:
+        return Value(np.floor(value.data), value.dtype)
 
     def cdiv(self, a: Any, b: Any) -> Any:
         return (a + (b - 1)) // b

@@ -20,15 +20,18 @@ from core_triton.problem import NeedsGrad, Problem, layout_of
 from core_triton.scaled_exp import scaled_exp
 from core_triton.tile_config import CLASS_BLOCK, ROW_BLOCK
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import SHIFTS
 
 MODULES = (hopper_common, hopper_logits, gluon_common)
 N, D, V, START = 150, 392, 700, 20  # START: the chunk's first row
 PIECE, REFERENCE = 256, 3
 
 
-def problem_of(n: int, d: int, v: int, device: str, budget: int, *, splits: bool = False) -> Problem:
-    x = torch.empty(n, d, dtype=torch.bfloat16, device=device)
-    w = torch.empty(v, d, dtype=torch.float32 if splits else torch.bfloat16, device=device)
+def problem_of(
+    n: int, d: int, v: int, device: str, budget: int, *, splits: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Problem:
+    x = torch.empty(n, d, dtype=dtype, device=device)
+    w = torch.empty(v, d, dtype=torch.float32 if splits else dtype, device=device)
     plan = make_plan(
         PlanKey(
             "loss_and_gradients", layout_of(x), layout_of(w), v, copied_bytes=0, label_smoothing=False, softcap=False,
@@ -41,21 +44,26 @@ def problem_of(n: int, d: int, v: int, device: str, budget: int, *, splits: bool
     return Problem(x, w, None, target, weight, None, spec, v, plan=plan)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("step", [V, 512])
-def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool) -> None:
-    """One launch for each vocabulary chunk, of several pieces, with the quarters that hold a target if it is one."""
+@pytest.mark.parametrize(
+    ("step", "late", "dtype"),
+    [*((step, late, torch.bfloat16) for step in (V, 512) for late in (False, True)), (V, False, torch.float16)],
+)
+def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: torch.dtype) -> None:
+    """One launch for each vocabulary chunk, of several pieces, with the quarters that hold a target if it is one. The
+    exponentials of float16 are too large and divided by powers of two."""
     generator = torch.Generator().manual_seed(0)
-    problem = problem_of(N, D, V, "cpu", 2**28)
-    x, w = (0.1 * torch.randn(rows, D, generator=generator).bfloat16() for rows in (N, V))
+    problem, float16 = problem_of(N, D, V, "cpu", 2**28, dtype=dtype), dtype == torch.float16
+    reference = REFERENCE - 16 * float16
+    x, w = (0.1 * torch.randn(rows, D, generator=generator).to(dtype) for rows in (N, V))
     target = torch.randint(0, V, (START + N,), generator=generator)
-    stored, d_weight = (torch.full((rows, columns), torch.nan).bfloat16() for rows, columns in ((N, 300), (V, D)))
+    stored, d_weight = (torch.full((rows, columns), torch.nan).to(dtype) for rows, columns in ((N, 300), (V, D)))
     e = StoredExponentials.in_d_weight(stored, d_weight, N, PIECE, V)
     blocks, row_blocks = -(-V // CLASS_BLOCK), -(-N // ROW_BLOCK)
     hit = torch.zeros(2 * row_blocks * blocks, dtype=torch.int8)
     for row, column in enumerate(target[START:].tolist()):
         hit[row // (ROW_BLOCK // 2) * blocks + column // CLASS_BLOCK] |= 1 << (column % CLASS_BLOCK // 64)
     sums, target_logit = torch.full((blocks, N), torch.nan), torch.full((START + N,), torch.nan)
+    shifts = torch.zeros((blocks, N))
     flag = torch.zeros(row_blocks, dtype=torch.int32)
     with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
         for start in range(0, V, step):
@@ -67,18 +75,21 @@ def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool) -> None:
                 chunk,
                 Active(torch.tensor(START + N, dtype=torch.int32), START, 0),
                 target=At(target, START),
-                ref_exponent=At(torch.full((START + N,), float(REFERENCE)), START),
+                ref_exponent=At(torch.full((START + N,), float(reference)), START),
                 flag=At(flag, 0),
                 sums=At(sums, start // CLASS_BLOCK),
-                statistics=0,
-                of_logits=None,
+                statistics=SHIFTS * float16,
+                of_logits=At(shifts, start // CLASS_BLOCK) if float16 else None,
                 target_logit=At(target_logit, START),
                 e=e.stores(chunk),
                 hit=At(hit, 0) if step == V else None,
             )
     logits = x.float() @ w.float().T
-    wanted = (logits / torch.log(torch.tensor(2.0)) - REFERENCE).exp2()
-    found = torch.cat([e.of(piece) for piece in e.pieces(V)], 1)
+    wanted = (logits / torch.log(torch.tensor(2.0)) - reference).exp2()
+    found = torch.cat([e.of(piece) for piece in e.pieces(V)], 1).float()
+    quarters = torch.stack([(shifts.int() >> (6 * i)) & 63 for i in range(4)], 1).view(4 * blocks, N)
+    assert bool((quarters > 0).all()) == float16
+    found *= quarters.T.repeat_interleave(CLASS_BLOCK // 4, 1)[:, :V].exp2()
     assert (found - wanted).abs().max() < 4e-3 * wanted.abs().max()
     assert (e.pieces(V, 200)[1], e.pieces(V)[2]) == (slice(200, 256), slice(512, V))
     in_blocks = torch.nn.functional.pad(wanted, (0, blocks * CLASS_BLOCK - V)).view(N, blocks, CLASS_BLOCK).sum(2).T
@@ -92,8 +103,8 @@ def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool) -> None:
     assert not flag.any()
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_all_pieces_take_one_launch_of_each_kernel_but_d_weight(splits: bool) -> None:
+@pytest.mark.parametrize(("splits", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float16)])
+def test_all_pieces_take_one_launch_of_each_kernel_but_d_weight(splits: bool, dtype: torch.dtype) -> None:
     counts = Counter[str]()
     chunk_rows, hits = list[int](), list[bool]()
 
@@ -105,7 +116,7 @@ def test_all_pieces_take_one_launch_of_each_kernel_but_d_weight(splits: bool) ->
             hits.append(values["hit_ptr"] is not None)
 
     with fake_gpu(90, "NVIDIA H100", watch):
-        problem = problem_of(2048, 2304, 256000, "cuda", 2**28, splits=splits)
+        problem = problem_of(2048, 2304, 256000, "cuda", 2**28, splits=splits, dtype=dtype)
         found = ops.plan_of(problem).scaled_exp_config
         assert found.first_rows == 2048
         scaled_exp(problem, NeedsGrad(True, True, False), statistics=0)
@@ -113,5 +124,7 @@ def test_all_pieces_take_one_launch_of_each_kernel_but_d_weight(splits: bool) ->
     assert set(hits) == {not splits}
     assert counts["d_weight_kernel"] == -(-256000 // found.piece) > 1
     assert counts["repair_kernel"] == counts["d_input_of_pieces_kernel"] == 1
+    assert counts["align_of_pieces_kernel"] == (dtype == torch.float16)
+    assert not counts["align_kernel"]
     assert counts["exponentials_kernel"] == -(-256000 // found.head_rows)
     assert (counts["exponentials_kernel"] == 1) != splits
