@@ -14,6 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from core_triton.kernels import piece_start
+
 SLICE = gl.constexpr(16)  # elements of the inner dimension of a matrix instruction (mma.sync)
 
 UNIT = gl.constexpr(8)  # elements of a copy of 16 bytes
@@ -30,6 +32,7 @@ class Operand(NamedTuple):
     stride: Any  # elements from one inner index to the next
     offsets: Any  # of a step's elements
     inner_ids: Any  # the inner indices of a step's elements; OUTSIDE for columns past the last
+    pieces: Any  # () or (others, stride, piece, piece_rows): the step of another piece has another base
 
 
 class Steps(NamedTuple):
@@ -40,15 +43,20 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def rows_of(matrix, stride, first, rows, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
+def rows_of(matrix, pieces, stride, first, rows, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
     """Returns the operand of BLOCK rows from `first` on, which are contiguous along the inner dimension. In place of
-    rows past the last, the last is read again."""
+    rows past the last, the last is read again. With `pieces`, (others, piece, piece_rows), the matrix has the first
+    piece: `first_chunk.Stores`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
     row_ids = gl.minimum(gl.arange(0, BLOCK, gl.SliceLayout(1, layout)), rows - 1 - first)
     inner_ids = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     row_stride = stride // UNIT * UNIT  # `kernels.block_pointers`
     offsets = gl.expand_dims(row_ids * row_stride, 1) + gl.expand_dims(inner_ids, 0)
-    return Operand(matrix + first.to(gl.int64) * row_stride, 1, offsets, gl.expand_dims(inner_ids, 0))
+    start = first.to(gl.int64) * row_stride
+    if len(pieces) > 0:
+        others, piece, piece_rows = pieces
+        pieces = (others + start, stride, piece, piece_rows)
+    return Operand(matrix + start, 1, offsets, gl.expand_dims(inner_ids, 0), pieces)
 
 
 @gluon.jit
@@ -61,14 +69,18 @@ def columns_of(matrix, stride, first, columns, BLOCK: gl.constexpr, BLOCK_K: gl.
     offsets = gl.expand_dims(inner_ids * row_stride, 1) + gl.expand_dims(column_ids, 0)
     inside = gl.expand_dims(first + column_ids < gl.cdiv(columns, UNIT) * UNIT, 0)
     return Operand(
-        matrix + first, row_stride.to(gl.int64), offsets, gl.where(inside, gl.expand_dims(inner_ids, 1), OUTSIDE)
+        matrix + first, row_stride.to(gl.int64), offsets, gl.where(inside, gl.expand_dims(inner_ids, 1), OUTSIDE), ()
     )
 
 
 @gluon.jit
 def copy_operand(buffer, operand, k, end):
     """Starts to copy the step of an operand at the inner index k. Elements from `end` on become zeros."""
-    pointers = operand.base + k * operand.stride + operand.offsets
+    base = operand.base
+    if len(operand.pieces) > 0:
+        others, stride, piece, piece_rows = operand.pieces
+        base = piece_start(base, others, stride, piece, piece_rows, k)
+    pointers = base + k * operand.stride + operand.offsets
     async_copy.async_copy_global_to_shared(buffer, pointers, mask=k + operand.inner_ids < end)
 
 
@@ -88,7 +100,7 @@ def read_slice(a_buffer, b_buffer, i: gl.constexpr, A_BY_COLUMN: gl.constexpr, B
 
 @gluon.jit
 def multiply_tile(
-    a_matrix, a_stride, row, rows, b_matrix, b_stride, column, columns, steps,
+    a_matrix, a_pieces, a_stride, row, rows, b_matrix, b_stride, column, columns, steps,
     BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     B_BY_COLUMN: gl.constexpr, A_BY_COLUMN: gl.constexpr = False,
 ):  # fmt: skip
@@ -97,6 +109,7 @@ def multiply_tile(
     a is stored as (inner, rows) if A_BY_COLUMN, otherwise as (rows, inner), and b as (columns, inner) if B_BY_COLUMN,
     otherwise as (inner, columns). Matrices that are contiguous along the inner dimension are read up to the next
     multiple of UNIT after `steps.last`: these elements of one of them must be zeros, and those of the other finite.
+    With a_pieces, a is stored as (rows, inner), in pieces of whole steps of the inner dimension: `rows_of`.
     """
     # ldmatrix reads eight rows of 16 bytes at a time. The swizzle puts them in different banks.
     narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_K, BLOCK_K // 8, [1, 0])
@@ -106,10 +119,10 @@ def multiply_tile(
         a_step = columns_of(a_matrix, a_stride, row, rows, BLOCK_N, BLOCK_K)
         a_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], wide)
     else:
-        a_step = rows_of(a_matrix, a_stride, row, rows, BLOCK_N, BLOCK_K)
+        a_step = rows_of(a_matrix, a_pieces, a_stride, row, rows, BLOCK_N, BLOCK_K)
         a_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], narrow)
     if B_BY_COLUMN:
-        b_step = rows_of(b_matrix, b_stride, column, columns, BLOCK_V, BLOCK_K)
+        b_step = rows_of(b_matrix, (), b_stride, column, columns, BLOCK_V, BLOCK_K)
         b_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_V, BLOCK_K], narrow)
     else:
         b_step = columns_of(b_matrix, b_stride, column, columns, BLOCK_V, BLOCK_K)

@@ -17,9 +17,10 @@ from triton.experimental.gluon import language as gl
 
 from core_triton import tile_config
 from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile, store_tile, tile_pointers
+from core_triton.first_chunk import StoredExponentials
 from core_triton.gluon_common import active_rows, chunk_power, quarters
 from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
-from core_triton.kernels import NOT_SPECIALIZED, Active, head_with_contiguous_rows
+from core_triton.kernels import NOT_SPECIALIZED, Active, head_with_contiguous_rows, piece_start
 from core_triton.launch import cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
@@ -46,7 +47,7 @@ def d_weight_kernel(
     by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     if active > 0:
         acc = multiply_tile(
-            e_matrix, e_stride, v, classes, x_matrix, x_stride, d, hidden, Steps(0, active),
+            e_matrix, (), e_stride, v, classes, x_matrix, x_stride, d, hidden, Steps(0, active),
             BLOCK_V, BLOCK_D, BLOCK_N, STAGES, False, True,
         )  # fmt: skip
         old = ()
@@ -96,8 +97,11 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
 
 
 @gluon.jit
-def add_last_classes(acc, w_matrix, w_stride, e_matrix, e_stride, row_ids, columns, rows, hidden, steps):
+def add_last_classes(acc, w_matrix, w_stride, e_matrix, pieces, e_stride, row_ids, columns, rows, hidden, steps):
     """Adds the classes of `steps` to a tile, one at a time. The head is stored as (D, V)."""
+    if len(pieces) > 0:
+        others, piece, piece_rows = pieces
+        e_matrix = piece_start(e_matrix, others, e_stride, piece, piece_rows, steps.first)
     e_pointers = e_matrix + row_ids.to(gl.int64) * e_stride
     w_pointers = w_matrix + columns.to(gl.int64) * w_stride
     for k in range(steps.first, steps.last):
@@ -113,11 +117,12 @@ def d_input_kernel(
     weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
     W_BY_CLASS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
-    factor_ptr=None, mean_row_ptr=None,
+    others_matrix=None, piece=None, piece_rows=None, factor_ptr=None, mean_row_ptr=None,
 ):  # fmt: skip
     """`hopper_gradients.d_input_kernel`, with steps of BLOCK_V classes.
 
-    e must be 0 from its last class to the next multiple of UNIT.
+    e must be 0 from its last class to the next multiple of UNIT. With others_matrix, e has the first `piece` classes,
+    and others_matrix (pieces * piece_rows, piece) the others.
     """
     active = active_rows(count_ptr, start, 0, rows)
     d_blocks = gl.cdiv(hidden, BLOCK_D)
@@ -129,6 +134,9 @@ def d_input_kernel(
         part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
         smooth,
     )  # fmt: skip
+    e_pieces = ()
+    if others_matrix is not None:
+        e_pieces = (others_matrix, piece, piece_rows)
     WIDTH: gl.constexpr = BLOCK_D // 4
     by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     # Values that do not depend on the unit would be computed before the loop, and their registers make others spill.
@@ -143,14 +151,14 @@ def d_input_kernel(
                 # classes of the last, incomplete 16 bytes are added apart.
                 whole = gl.minimum(last, classes // UNIT * UNIT)
             acc = multiply_tile(
-                e_matrix, e_stride, row, rows, w_matrix, w_stride, d, hidden, Steps(first, whole),
+                e_matrix, e_pieces, e_stride, row, rows, w_matrix, w_stride, d, hidden, Steps(first, whole),
                 BLOCK_N, BLOCK_D, BLOCK_V, STAGES, not W_BY_CLASS,
             )  # fmt: skip
             row_ids = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
             columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, MMA))
             if not W_BY_CLASS:
                 acc = add_last_classes(
-                    acc, w_matrix, w_stride, e_matrix, e_stride, row + row_ids, d + columns, rows, hidden,
+                    acc, w_matrix, w_stride, e_matrix, e_pieces, e_stride, row + row_ids, d + columns, rows, hidden,
                     Steps(whole, last),
                 )  # fmt: skip
             if unit.slot >= 0:  # transposed, as a partial tile is on Hopper
@@ -160,9 +168,25 @@ def d_input_kernel(
                 pieces = quarters(acc, MMA)
                 for i in gl.static_range(4):
                     total = gl.convert_layout(pieces[i], by_quarter)
-                    piece_rows = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, by_quarter))
-                    piece_columns = d + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_quarter))
-                    finish_rows(total, piece_rows, piece_columns, io, active, hidden, classes)
+                    quarter_rows = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, by_quarter))
+                    quarter_columns = d + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_quarter))
+                    finish_rows(total, quarter_rows, quarter_columns, io, active, hidden, classes)
+
+
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "start", *SplitKSchedule._fields])
+def d_input_of_pieces_kernel(
+    w_matrix, w_stride, e_matrix, e_stride, others_matrix, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr,
+    weight_ptr, weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs, piece, piece_rows,
+    W_BY_CLASS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`hopper_gradients.d_input_of_pieces_kernel`."""
+    d_input_kernel(
+        w_matrix, w_stride, e_matrix, e_stride, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
+        weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+        full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
+        W_BY_CLASS, BLOCK_N, BLOCK_D, BLOCK_V, STAGES, others_matrix, piece, piece_rows,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "start", *SplitKSchedule._fields])
@@ -177,16 +201,20 @@ def smooth_d_input_kernel(
         w_matrix, w_stride, e_matrix, e_stride, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
         weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
         full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
-        W_BY_CLASS, BLOCK_N, BLOCK_D, BLOCK_V, STAGES, factor_ptr, mean_row_ptr,
+        W_BY_CLASS, BLOCK_N, BLOCK_D, BLOCK_V, STAGES, None, None, None, factor_ptr, mean_row_ptr,
     )  # fmt: skip
 
 
-def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, *, smooth: bool = False) -> DInputLaunch:
-    """Returns what `input_grad.store_d_input` launches."""
+def d_input_launch(
+    problem: Problem, config: ScaledExpConfig, stored: StoredExponentials, *, smooth: bool = False
+) -> DInputLaunch:
+    """Returns what `input_grad.store_d_input` launches. `stored` is not in pieces with `smooth`."""
     plan = plan_of(problem)
     tile = plan.ampere_tile
     assert tile is not None
-    w = problem.linear_weight[: e.shape[1]]
+    w, (e, others, piece, piece_rows) = problem.linear_weight, stored.stores(slice(0, problem.classes))
+    assert e is not None
+    w = w[: problem.classes]
     head, _, by_class = head_with_contiguous_rows(w, (tile.block_d, tile_config.D_BLOCK))
     constexprs = {
         "W_BY_CLASS": by_class,
@@ -198,4 +226,6 @@ def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor, *, smoo
         **({"arch": plan.arch} if plan.arch else {}),
     }
     matrices = head, head.stride(0), e, e.stride(0)
-    return DInputLaunch(smooth_d_input_kernel if smooth else d_input_kernel, matrices, (), constexprs)
+    if others is None:
+        return DInputLaunch(smooth_d_input_kernel if smooth else d_input_kernel, matrices, (), constexprs)
+    return DInputLaunch(d_input_of_pieces_kernel, (*matrices, others), (piece, piece_rows), constexprs)

@@ -29,6 +29,7 @@ from core_triton.kernels import (
     Active,
     TileBlocks,
     launch_tiles,
+    piece_start,
     slope,
     tile_of,
 )
@@ -47,8 +48,9 @@ class Sizes(NamedTuple):
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
-    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
+    x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, others_matrix, others_stride, bias_ptr, target_ptr,
+    ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, piece, piece_rows,
+    first_class, rows, hidden, classes, group, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -57,7 +59,7 @@ def exponentials_kernel(
     row_block, class_block = tile_of(gl.program_id(0), gl.cdiv(rows, BLOCK_N), gl.cdiv(classes, BLOCK_V), group)
     row, column = row_block * BLOCK_N, class_block * BLOCK_V
     raw = multiply_tile(
-        x_matrix, x_stride, row, rows, w_matrix, w_stride, column, classes, Steps(0, hidden),
+        x_matrix, (), x_stride, row, rows, w_matrix, w_stride, column, classes, Steps(0, hidden),
         BLOCK_N, BLOCK_V, BLOCK_D, STAGES, W_BY_CLASS,
     )  # fmt: skip
 
@@ -96,7 +98,12 @@ def exponentials_kernel(
             if SHIFTS & STATISTICS:
                 found, exponentials = fit_in_float16(found, exponentials, total, i)
             stored = gl.convert_layout(exponentials.to(dtype), by_quarter)
-            store_tile(e_matrix, e_stride, stored, row, column + i * WIDTH, rows, classes)
+            if others_matrix is None:
+                store_tile(e_matrix, e_stride, stored, row, column + i * WIDTH, rows, classes)
+            else:
+                first_column = first_class + column + i * WIDTH
+                start = piece_start(e_matrix, others_matrix, e_stride, piece, piece_rows, first_column)
+                store_tile(start, e_stride, stored, row, first_column, rows, first_class + classes)
     out = class_block.to(gl.int64) * rows + row_ids
     gl.store(sum_ptr + out, total, mask=inside)
     gl.store(flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
@@ -142,6 +149,7 @@ def exponentials(
     }
     n_by_v, n_by_d, v_by_d = (tile.block_n, tile.block_v), (tile.block_n, tile.block_d), (tile.block_v, tile.block_d)
     blocks = TileBlocks(n_by_d, v_by_d, n_by_v, constexprs, pointers=True, programs=None)
-    pointers = target, ref_exponent, flag, sums, of_logits, target_logit
-    switches = {"STORES": e.first is not None, "STATISTICS": statistics}
-    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e.first,), pointers, switches, blocks)
+    first, others, *place = e
+    pointers = target, ref_exponent, flag, sums, of_logits, target_logit, *place
+    switches = {"STORES": first is not None, "STATISTICS": statistics}
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, blocks)

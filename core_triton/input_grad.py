@@ -218,8 +218,8 @@ class DInputLaunch(NamedTuple):
     """What differs between the launches of the kernels of d_input.
 
     Args:
-        kernel: `d_input_kernel`, `d_input_of_pieces_kernel` or `smooth_d_input_kernel` of `hopper_gradients`, or
-            `d_input_kernel` or `smooth_d_input_kernel` of `ampere_gradients`.
+        kernel: `d_input_kernel`, `d_input_of_pieces_kernel` or `smooth_d_input_kernel`, of `hopper_gradients` or of
+            `ampere_gradients`.
         matrices: its arguments for the head and the exponentials.
         sizes: its arguments after those that all kernels have, but for those of label smoothing.
         constexprs: its constexprs, then num_warps and other options of the compiler.

@@ -359,6 +359,18 @@ def fit_in_float16(at, rows, exponentials, total, inside, STATISTICS: tl.constex
 
 
 @triton.jit
+def piece_start(matrix, others_matrix, stride, piece, piece_rows, column):
+    """Returns the pointer from which (row, column) of the exponentials is row * stride + column elements away. It
+    depends on the column's piece: `first_chunk.Stores`."""
+    UNIT: tl.constexpr = 128 // matrix.dtype.element_ty.primitive_bitwidth  # `block_pointers`
+    number = column // piece
+    # Piece 1 has the first rows of others, and its columns begin at `piece`, which is the stride.
+    first = (number - 1) * piece_rows - number
+    row_stride = stride // UNIT * UNIT
+    return tl.where(number == 0, matrix, others_matrix + first.to(tl.int64) * row_stride)
+
+
+@triton.jit
 def store_e(
     e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class, values, stored, row, column,
     rows, columns, BY_ROW: tl.constexpr,
@@ -367,6 +379,10 @@ def store_e(
     the rows where `stored` is True."""
     if others_matrix is None:
         store_tile(e_matrix, e_stride, values, stored, row, column, rows, columns, BY_ROW)
+    elif e_stride is not None:  # a branch would take more registers
+        column += first_class
+        start = piece_start(e_matrix, others_matrix, e_stride, piece, piece_rows, column)
+        store_tile(start, e_stride, values, stored, row, column, rows, columns + first_class, BY_ROW)
     else:
         column += first_class
         if column < piece:

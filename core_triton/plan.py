@@ -341,9 +341,9 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu, programs=0,
             tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
-    capability = key.device.capability
+    capability, gpu = key.device.capability, key.device.gpu
     if key.implementation == "triton_sm80" and capability >= 90:
-        capability = 80
+        capability, gpu = 80, "a100"  # on a newer GPU too, matmuls and memory take times in about its proportions
     hopper = capability == 90 and key.device.type == "cuda"
     pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
     # Otherwise Triton would compile them to other instructions (wgmma) on a newer GPU.
@@ -404,9 +404,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
         # d_weight of float16 has the terms of label smoothing before its first chunk: MATH.md (51).
         begun = fits_float16 and key.label_smoothing != 0
-        if in_kernels and hopper and writes and not begun:
+        if in_kernels and writes and not begun and (hopper or not fits_float16):
             room = hidden * w.itemsize // x.itemsize // ROW_BLOCK * ROW_BLOCK
-        call = None
+        call, coefficients = None, COEFFICIENTS[gpu, "torch"]
+        if ampere and d_weight_kernel:
+            coefficients = coefficients._replace(exposed=tile_config.AMPERE_EXPOSED)
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
                 tokens=max(tokens, 1),
@@ -424,8 +426,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
                 programs=key.device.multiprocessors,
                 cast_bytes=casts_head * (COPIES - splits) * key.classes * (w.itemsize * hidden + x.itemsize * width),
-                gpu=key.device.gpu,
-                coefficients=COEFFICIENTS[key.device.gpu, "torch"],
+                gpu=gpu,
+                coefficients=coefficients,
                 piece_ns=tile_config.PIECE_NS,
             )
         chunks = tile_config.choose_scaled_exp(
@@ -454,7 +456,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
-            gpu=key.device.gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
+            gpu=gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
             matmuls=matmuls, smooths=key.label_smoothing != 0, fits_float16=fits_float16,
             reads_split_head=reads_split_head,
         )  # fmt: skip
@@ -476,7 +478,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     )
     return ExecutionPlan(
         key.implementation, "recompute", hopper, pointers, arch, tile, None, chunks, casts_head,
-        d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu,
+        d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=gpu,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip
 

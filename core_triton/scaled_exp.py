@@ -746,10 +746,8 @@ def _store_d_input(
         return None if smooth is None else (At(smooth[0], start), smooth[1])
 
     if plan.d_input_tiling is not None:
-        if plan.hopper:
-            made = hopper_gradients.d_input_launch(problem, config, stored, smooth=smooth is not None)
-        else:
-            made = ampere_gradients.d_input_launch(problem, config, e, smooth=smooth is not None)
+        module = hopper_gradients if plan.hopper else ampere_gradients
+        made = module.d_input_launch(problem, config, stored, smooth=smooth is not None)
         input_grad.store_d_input(
             made,
             problem,

@@ -265,6 +265,10 @@ FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d
 
 FIRST_CHUNK_TRIES = 6  # sizes of its pieces that are estimated
 
+# Of the d_weight kernel of `ampere_gradients`, `CostCoefficients.exposed`: a program loads the old tile after its matmul.
+# On an H100, 768 rows of Gemma take 2.73 ms: 1.98 at the rate of 8,192 rows at once, and 0.70 to read and write d_weight.
+AMPERE_EXPOSED = 0.8
+
 # Between the matmuls of d_weight of two pieces. On an H100, 17 of Qwen3 8B (2,048 rows) take 0.09 ms more than 9.
 PIECE_NS = 1e4
 
