@@ -32,6 +32,7 @@ from core_triton.kernels import (
     piece_start,
     slope,
     tile_of,
+    whole_tiles,
 )
 from core_triton.launch import At
 from core_triton.problem import Problem, plan_of
@@ -101,9 +102,9 @@ def exponentials_kernel(
             if others_matrix is None:
                 store_tile(e_matrix, e_stride, stored, row, column + i * WIDTH, rows, classes)
             else:
-                first_column = first_class + column + i * WIDTH
-                start = piece_start(e_matrix, others_matrix, e_stride, piece, piece_rows, first_column)
-                store_tile(start, e_stride, stored, row, first_column, rows, first_class + classes)
+                first = whole_tiles(first_class, BLOCK_V)
+                start = piece_start(e_matrix, others_matrix, e_stride, piece, piece_rows, first + column)
+                store_tile(start, e_stride, stored, row, first + column + i * WIDTH, rows, first + classes)
     out = class_block.to(gl.int64) * rows + row_ids
     gl.store(sum_ptr + out, total, mask=inside)
     gl.store(flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))

@@ -371,6 +371,13 @@ def piece_start(matrix, others_matrix, stride, piece, piece_rows, column):
 
 
 @triton.jit
+def whole_tiles(first_class, BLOCK_V: tl.constexpr):
+    """Returns the first class of a vocabulary chunk where exponentials are in pieces. It is a multiple of a tile's
+    classes. Without the division the compiler would not know, and would store a few bytes at a time."""
+    return first_class // BLOCK_V * BLOCK_V
+
+
+@triton.jit
 def store_e(
     e_matrix, e_stride, others_matrix, others_stride, piece, piece_rows, first_class, values, stored, row, column,
     rows, columns, BY_ROW: tl.constexpr,
@@ -379,10 +386,10 @@ def store_e(
     the rows where `stored` is True."""
     if others_matrix is None:
         store_tile(e_matrix, e_stride, values, stored, row, column, rows, columns, BY_ROW)
-    elif e_stride is not None:  # a branch would take more registers
-        column += first_class
-        start = piece_start(e_matrix, others_matrix, e_stride, piece, piece_rows, column)
-        store_tile(start, e_stride, values, stored, row, column, rows, columns + first_class, BY_ROW)
+    elif e_stride is not None:
+        first = whole_tiles(first_class, values.shape[1])
+        start = piece_start(e_matrix, others_matrix, e_stride, piece, piece_rows, first + column)
+        store_tile(start, e_stride, values, stored, row, first + column, rows, first + columns, BY_ROW)
     else:
         column += first_class
         if column < piece:
