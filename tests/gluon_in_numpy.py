@@ -119,7 +119,8 @@ def install_operators() -> None:
             lambda a, b, f=function: NotImplemented if isinstance(b, Pointer) else combined(f, a, b),
         )
         setattr(Value, f"__r{name}__", lambda a, b, f=function: combined(f, b, a))
-    compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}
+    compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+    compared |= {"eq": np.equal, "ne": np.not_equal}
     for name, function in compared.items():
         setattr(Value, f"__{name}__", lambda a, b, f=function: combined(f, a, b, dtype="i1"))
 
@@ -250,6 +251,9 @@ class Language:
     def sum(self, value: Value, axis: int) -> Value:
         return Value(value.data.sum(axis), value.dtype)
 
+    def max(self, value: Value, axis: int) -> Value:
+        return Value(value.data.max(axis), value.dtype)
+
     def expand_dims(self, value: Value, axis: int) -> Value:
         return Value(np.expand_dims(value.data, axis), value.dtype)
 
@@ -279,6 +283,8 @@ class Language:
 
     def where(self, condition: Any, yes: Any, no: Any) -> Any:
         if isinstance(condition, bool):
+            return yes if condition else no
+        if isinstance(yes, Pointer):  # and one condition
             return yes if condition else no
         if is_number(yes) and is_number(no):
             return Value(np.where(condition.data, yes, no), "i32")

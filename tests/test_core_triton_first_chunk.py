@@ -1,17 +1,28 @@
-"""Tests a first chunk whose exponentials are in pieces: runs the Hopper kernel of the logits in NumPy
-(`hopper_in_numpy`) and counts the launches of a call. `run_pieces` of interpret_loss.py tests its results."""
+"""Tests a first chunk whose exponentials are in pieces: runs the kernels of the logits for Hopper and for compute
+capability 8.x in NumPy (`hopper_in_numpy`, `gluon_in_numpy`), and counts the launches of a call. `run_pieces` of
+interpret_loss.py tests its results."""
 
 from collections import Counter
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import gluon_in_numpy
 import hopper_in_numpy
 import pytest
 import torch
 
 from benchmarks.launch_recorder import Launch, fake_gpu
-from core_triton import gluon_common, hopper_common, hopper_logits, kernels, ops, row_kernels
+from core_triton import (
+    ampere_common,
+    ampere_logits,
+    gluon_common,
+    hopper_common,
+    hopper_logits,
+    kernels,
+    ops,
+    row_kernels,
+)
 from core_triton.first_chunk import StoredExponentials
 from core_triton.kernels import Active
 from core_triton.launch import At
@@ -23,12 +34,21 @@ from linear_ce.spec import LossSpec
 from linear_ce.statistics import SHIFTS
 
 MODULES = (hopper_common, hopper_logits, gluon_common)
+AMPERE_MODULES = (ampere_common, ampere_logits, gluon_common, hopper_logits, kernels)
 N, D, V, START = 150, 392, 700, 20  # START: the chunk's first row
 PIECE, REFERENCE = 256, 3
 
 
 def problem_of(
-    n: int, d: int, v: int, device: str, budget: int, *, splits: bool = False, dtype: torch.dtype = torch.bfloat16
+    n: int,
+    d: int,
+    v: int,
+    device: str,
+    budget: int,
+    *,
+    splits: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    capability: int = 90,
 ) -> Problem:
     x = torch.empty(n, d, dtype=dtype, device=device)
     w = torch.empty(v, d, dtype=torch.float32 if splits else dtype, device=device)
@@ -36,7 +56,8 @@ def problem_of(
         PlanKey(
             "loss_and_gradients", layout_of(x), layout_of(w), v, copied_bytes=0, label_smoothing=False, softcap=False,
             entropy=False, d_input=True, d_weight=True, d_bias=False, statistics=False, memory_budget=budget,
-            implementation="triton", device=DeviceInfo("cuda", 90, 132, "h100"), splits_head=splits,
+            implementation="triton", splits_head=splits,
+            device=DeviceInfo("cuda", 90, 132, "h100") if capability == 90 else DeviceInfo("cuda", 80, 108, "a100"),
         )
     )  # fmt: skip
     spec = LossSpec("sum", head_precision="float32" if splits else "input")
@@ -44,31 +65,36 @@ def problem_of(
     return Problem(x, w, None, target, weight, None, spec, v, plan=plan)
 
 
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("step", "late", "dtype"),
     [*((step, late, torch.bfloat16) for step in (V, 512) for late in (False, True)), (V, False, torch.float16)],
 )
-def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: torch.dtype) -> None:
+def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: torch.dtype, capability: int) -> None:
     """One launch for each vocabulary chunk, of several pieces, with the quarters that hold a target if it is one. The
     exponentials of float16 are too large and divided by powers of two."""
     generator = torch.Generator().manual_seed(0)
-    problem, float16 = problem_of(N, D, V, "cpu", 2**28, dtype=dtype), dtype == torch.float16
-    reference = REFERENCE - 16 * float16
+    problem, float16 = problem_of(N, D, V, "cpu", 2**28, dtype=dtype, capability=capability), dtype == torch.float16
+    hopper, reference = capability == 90, REFERENCE - 16 * float16
+    class_block = CLASS_BLOCK if hopper else 128
     x, w = (0.1 * torch.randn(rows, D, generator=generator).to(dtype) for rows in (N, V))
     target = torch.randint(0, V, (START + N,), generator=generator)
     stored, d_weight = (torch.full((rows, columns), torch.nan).to(dtype) for rows, columns in ((N, 300), (V, D)))
     e = StoredExponentials.in_d_weight(stored, d_weight, N, PIECE, V)
-    blocks, row_blocks = -(-V // CLASS_BLOCK), -(-N // ROW_BLOCK)
+    blocks, row_blocks = -(-V // class_block), -(-N // ROW_BLOCK)
     hit = torch.zeros(2 * row_blocks * blocks, dtype=torch.int8)
     for row, column in enumerate(target[START:].tolist()):
-        hit[row // (ROW_BLOCK // 2) * blocks + column // CLASS_BLOCK] |= 1 << (column % CLASS_BLOCK // 64)
+        if hopper:
+            hit[row // (ROW_BLOCK // 2) * blocks + column // class_block] |= 1 << (column % class_block // 64)
     sums, target_logit = torch.full((blocks, N), torch.nan), torch.full((START + N,), torch.nan)
     shifts = torch.zeros((blocks, N))
     flag = torch.zeros(row_blocks, dtype=torch.int32)
-    with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
+    run = partial(*((hopper_in_numpy.run, MODULES) if hopper else (gluon_in_numpy.run, AMPERE_MODULES)), late=late)
+    module, hits = (hopper_logits, {"hit": At(hit, 0) if step == V else None}) if hopper else (ampere_logits, {})
+    with mock.patch.object(kernels, "launch", run):
         for start in range(0, V, step):
             chunk = slice(start, min(start + step, V))
-            hopper_logits.exponentials(
+            module.exponentials(
                 problem,
                 x,
                 w[chunk],
@@ -77,28 +103,29 @@ def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: tor
                 target=At(target, START),
                 ref_exponent=At(torch.full((START + N,), float(reference)), START),
                 flag=At(flag, 0),
-                sums=At(sums, start // CLASS_BLOCK),
+                sums=At(sums, start // class_block),
                 statistics=SHIFTS * float16,
-                of_logits=At(shifts, start // CLASS_BLOCK) if float16 else None,
+                of_logits=At(shifts, start // class_block) if float16 else None,
                 target_logit=At(target_logit, START),
                 e=e.stores(chunk),
-                hit=At(hit, 0) if step == V else None,
+                **hits,
             )
     logits = x.float() @ w.float().T
     wanted = (logits / torch.log(torch.tensor(2.0)) - reference).exp2()
     found = torch.cat([e.of(piece) for piece in e.pieces(V)], 1).float()
     quarters = torch.stack([(shifts.int() >> (6 * i)) & 63 for i in range(4)], 1).view(4 * blocks, N)
     assert bool((quarters > 0).all()) == float16
-    found *= quarters.T.repeat_interleave(CLASS_BLOCK // 4, 1)[:, :V].exp2()
+    found *= quarters.T.repeat_interleave(class_block // 4, 1)[:, :V].exp2()
     assert (found - wanted).abs().max() < 4e-3 * wanted.abs().max()
     assert (e.pieces(V, 200)[1], e.pieces(V)[2]) == (slice(200, 256), slice(512, V))
-    in_blocks = torch.nn.functional.pad(wanted, (0, blocks * CLASS_BLOCK - V)).view(N, blocks, CLASS_BLOCK).sum(2).T
+    in_blocks = torch.nn.functional.pad(wanted, (0, blocks * class_block - V)).view(N, blocks, class_block).sum(2).T
     torch.testing.assert_close(sums, in_blocks, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(target_logit[START:], logits[range(N), target[START:]], rtol=1e-4, atol=1e-4)
     assert e.others is not None
-    tile = slice(V - 2 * PIECE, -(-(V - 2 * PIECE) // CLASS_BLOCK) * CLASS_BLOCK)
-    assert (e.others[-1, :N, tile] == 0).all(), "d_input reads whole steps"
-    assert e.others[:, row_blocks * ROW_BLOCK :].isnan().all()
+    last = V - 2 * PIECE
+    end = -(-last // CLASS_BLOCK) * CLASS_BLOCK if hopper else -(-last // 8) * 8
+    assert (e.others[-1, :N, last:end] == 0).all(), "d_input reads whole steps, for compute capability 8.x 16 bytes"
+    assert e.others[:, row_blocks * ROW_BLOCK if hopper else N :].isnan().all()
     assert d_weight[2 * PIECE :].isnan().all()
     assert not flag.any()
 

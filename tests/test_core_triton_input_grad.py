@@ -21,8 +21,10 @@ from core_triton import (
     hopper_common,
     hopper_gradients,
     input_grad,
+    kernels,
     tile_config,
 )
+from core_triton.ampere_common import UNIT
 from core_triton.first_chunk import StoredExponentials
 from core_triton.kernels import Active
 from core_triton.launch import At
@@ -31,7 +33,7 @@ from core_triton.problem import Problem, layout_of
 from core_triton.tile_config import CLASS_BLOCK, D_BLOCK, choose_d_input_tiling, choose_schedule, padded
 from linear_ce.spec import LossSpec
 
-MODULES = (ampere_common, ampere_gradients, gluon_common, input_grad)
+MODULES = (ampere_common, ampere_gradients, gluon_common, input_grad, kernels)
 HOPPER_MODULES = (hopper_common, hopper_gradients, gluon_common, input_grad)
 START = 3  # of the chunk: rows of the call before it
 
@@ -70,15 +72,15 @@ def head(
     return w
 
 
-def in_pieces(e: Tensor, piece: int, more: int) -> StoredExponentials:
-    """Returns exponentials in pieces. `more` rows of each later piece, and what is past the tile of the last class, are
-    NaN."""
+def in_pieces(e: Tensor, piece: int, more: int, step: int) -> StoredExponentials:
+    """Returns exponentials in pieces. `more` rows of each later piece are NaN, and what is past the last class but for
+    zeros up to the next multiple of `step`."""
     rows, classes = e.shape
     pieces = -(-classes // piece)
     others = torch.full((pieces - 1, rows + more, piece), torch.nan, dtype=e.dtype)
     for index in range(1, pieces):
         of_piece = e[:, index * piece : (index + 1) * piece]
-        others[index - 1, :rows, : -(-of_piece.shape[1] // CLASS_BLOCK) * CLASS_BLOCK] = 0
+        others[index - 1, :rows, : -(-of_piece.shape[1] // step) * step] = 0
         others[index - 1, :rows, : of_piece.shape[1]] = of_piece
     return StoredExponentials(e[:, :piece].contiguous(), others)
 
@@ -102,6 +104,9 @@ CASES: list[dict[str, Any]] = [
     {"rows": 130, "d": 136, "classes": 65, "multiprocessors": 5, "transposed": True},
     {"rows": 130, "d": 136, "classes": 129, "multiprocessors": 5, "splits_tiles": False},
     {"rows": 130, "d": 136, "classes": 64, "multiprocessors": 5, "active": 0},
+    {"rows": 300, "d": 200, "classes": 523, "multiprocessors": 2, "active": 250, "piece": 128},
+    {"rows": 140, "d": 136, "classes": 517, "multiprocessors": 7, "transposed": True, "tails": True, "piece": 256},
+    {"rows": 140, "d": 136, "classes": 389, "multiprocessors": 2, "capability": 89, "transposed": True, "piece": 384},
     {"rows": 300, "d": 200, "classes": 523, "multiprocessors": 3, "capability": 90, "active": 270, "smooth": True},
     {"rows": 140, "d": 200, "classes": 777, "multiprocessors": 3, "capability": 90, "active": 130, "piece": 256},
     {"rows": 300, "d": 264, "classes": 517, "multiprocessors": 8, "capability": 90, "transposed": True, "tails": True},
@@ -157,11 +162,11 @@ def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPat
     d_input = torch.full((tokens, d), 7.0, dtype=dtype)  # float32 shows both parts of a split head
     partial_sums = torch.full((max(schedule.partial_tiles, 1) * tile_rows * D_BLOCK,), torch.nan)
     e = stored[:, :classes]
-    if capability == 90:
-        of_rows = in_pieces(e, case["piece"], 16) if "piece" in case else StoredExponentials(e)
-        made = hopper_gradients.d_input_launch(problem, plan.scaled_exp_config, of_rows, smooth="smooth" in case)
-    else:
-        made = ampere_gradients.d_input_launch(problem, plan.scaled_exp_config, e, smooth="smooth" in case)
+    of_rows = StoredExponentials(e)
+    if "piece" in case:  # a whole tile is stored on Hopper
+        of_rows = in_pieces(e, case["piece"], 16, CLASS_BLOCK if capability == 90 else UNIT.value)
+    module = hopper_gradients if capability == 90 else ampere_gradients
+    made = module.d_input_launch(problem, plan.scaled_exp_config, of_rows, smooth="smooth" in case)
     factor, mean_row = torch.randn(tokens, generator=generator), torch.randn(d, generator=generator)
     with mock.patch.object(input_grad, "launch", runner(capability, late=late)):
         input_grad.store_d_input(
@@ -295,7 +300,7 @@ def test_the_steps_of_a_part_leave_the_rest_of_the_classes_to_others() -> None:
         x, w, None, torch.zeros(rows, dtype=torch.int64), x[:, 0], None, LossSpec("sum"), classes, plan=plan
     )
     config = replace(plan.scaled_exp_config, d_input_rows=128)
-    kernel, matrices, _, constexprs = ampere_gradients.d_input_launch(problem, config, e)
+    kernel, matrices, _, constexprs = ampere_gradients.d_input_launch(problem, config, StoredExponentials(e))
     part, count = torch.zeros(2 * 128 * 128), torch.tensor(rows, dtype=torch.int32)
     factors, places, d_input = torch.ones(rows), torch.arange(rows), torch.zeros(rows, d, dtype=torch.bfloat16)
     schedule = choose_schedule(1, 4, 2, splits_tiles=True)

@@ -198,7 +198,7 @@ def test_the_layout_of_arguments_changes_nothing(results: Results) -> None:
     assert_within_budget(results)
 
 
-@pytest.mark.parametrize("program", [quick("chunks"), quick("pieces")])
+@pytest.mark.parametrize("program", [quick("chunks"), quick("pieces"), quick("sm80", "pieces")])
 def test_the_heads_gradients_of_chunks_add_up(results: Results) -> None:
     assert_within_budget(results)
     for result in results:
