@@ -4,7 +4,8 @@ A kernel's functions run as Python functions, one program after the other, with 
 Triton's languages. Layouts have no effect. What is checked besides the results:
 
 - An int32 does not overflow.
-- Elements are read and written inside of an array. An element is written at most once in a launch.
+- Elements are read and written inside of an array. An element is written at most once in a launch, but a flag may be
+  set several times.
 - Shared memory is NaN until it is written. An asynchronous copy writes either at once or as late as its wait allows.
 """
 
@@ -17,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from core_triton.launch import At, Blocks
@@ -298,11 +300,15 @@ class Language:
     def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
         offsets, inside = pointer.places(mask)
         places, memory = offsets[inside], pointer.memory
-        assert not memory.written[places].any(), "an element is written twice"
-        memory.written[places] = True
-        assert len(np.unique(places)) == len(places), "an element is written twice"
         values = value.data if isinstance(value, Value) else value
-        memory.data[places] = rounded(np.broadcast_to(values, offsets.shape)[inside], memory.dtype)
+        values = rounded(np.broadcast_to(values, offsets.shape)[inside], memory.dtype)
+        if memory.dtype == "i32":  # a flag, which several rows may set
+            assert np.all(values == 1), "not a flag"
+        else:
+            assert not memory.written[places].any(), "an element is written twice"
+            assert len(np.unique(places)) == len(places), "an element is written twice"
+        memory.written[places] = True
+        memory.data[places] = values
 
     def allocate_shared_memory(self, dtype: str, shape: Sequence[int], layout: Any) -> Shared:
         return Shared(np.full(shape, np.nan, np.float32), dtype)
@@ -320,10 +326,11 @@ def mma_v2(a: Value, b: Value, acc: Value) -> Value:
 @contextmanager
 def in_python(modules: Sequence[ModuleType], language: Language, copies: AsyncCopy) -> Iterator[None]:
     """Lets the kernels of these modules run as Python functions."""
+    compiled = JITFunction | InterpretedFunction
     replaced = {"gl": language, "tl": language, "async_copy": copies, "mma_v2": mma_v2, **language.names}
     with ExitStack() as stack:
         for module in modules:
-            of_module = {name: value.fn for name, value in vars(module).items() if isinstance(value, JITFunction)}
+            of_module = {name: value.fn for name, value in vars(module).items() if isinstance(value, compiled)}
             of_module |= {name: value for name, value in replaced.items() if hasattr(module, name)}
             of_module |= {
                 name: value.value for name, value in vars(module).items() if type(value).__name__ == "constexpr"

@@ -24,6 +24,7 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import gluon_in_numpy
 import numpy as np
 import torch
 import triton.language as tl
@@ -37,7 +38,14 @@ from triton.runtime import interpreter
 
 import core_triton
 from core_triton import (
+    ampere_common,
+    ampere_gradients,
+    ampere_logits,
     chunked,
+    gluon_common,
+    hopper_logits,
+    input_grad,
+    kernels,
     operators,
     ops,
     recompute,
@@ -54,6 +62,7 @@ from core_triton import (
 from core_triton.first_chunk import Stores
 from core_triton.head_copy import copy_head_kernel
 from core_triton.launch import launch
+from core_triton.plan import DeviceInfo
 from core_triton.problem import NeedsGrad, Problem, halves, plan_of
 from core_triton.stored_logits import STORED_TILES
 from core_triton.token_hook import TokenHook
@@ -1216,6 +1225,29 @@ def run_sm80(name: str, *arguments: Any) -> None:
         PROGRAMS[name](*arguments)
 
 
+def run_gluon(name: str, *arguments: Any) -> None:
+    """A program with the kernels for compute capability 8.x. Those in Gluon run in NumPy, on both multiprocessors."""
+    modules, kernels_run = (ampere_common, ampere_gradients, ampere_logits, gluon_common, hopper_logits), set[str]()
+    modules = *modules, input_grad, kernels
+
+    def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        if isinstance(kernel, interpreter.InterpretedFunction):
+            launch(kernel, grid, *arguments, **options)
+            return
+        kernels_run.add(kernel.__name__)
+        gluon_in_numpy.run(modules, kernel, grid, *arguments, late=True, **options)
+
+    gpu = DeviceInfo("cuda", 80, 2, "a100")
+    with (
+        mock.patch.object(kernels, "launch", run),
+        mock.patch.object(ampere_gradients, "launch", run),
+        mock.patch.object(input_grad, "launch", run),
+        mock.patch.object(ops, "DeviceInfo", lambda *_: gpu),
+    ):
+        PROGRAMS[name](*arguments)
+    say(name="kernels", kernels=sorted(kernels_run))
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     "table": run_table,
     "fewer_rows": run_fewer_rows,
@@ -1240,6 +1272,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "views": run_views,
     "weighted_views": run_weighted_views,
     "sm80": run_sm80,
+    "gluon": run_gluon,
 }
 
 
