@@ -404,7 +404,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
         # d_weight of float16 has the terms of label smoothing before its first chunk: MATH.md (51).
         begun = fits_float16 and key.label_smoothing != 0
-        if in_kernels and writes and not begun and (hopper or not fits_float16):
+        if in_kernels and writes and not begun:
             room = hidden * w.itemsize // x.itemsize // ROW_BLOCK * ROW_BLOCK
         call, coefficients = None, COEFFICIENTS[gpu, "torch"]
         if ampere and d_weight_kernel:

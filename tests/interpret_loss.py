@@ -45,7 +45,6 @@ from core_triton import (
     gluon_common,
     hopper_logits,
     input_grad,
-    kernels,
     operators,
     ops,
     recompute,
@@ -59,6 +58,7 @@ from core_triton import (
     tile_config,
     token_losses,
 )
+from core_triton import kernels as triton_kernels
 from core_triton.first_chunk import Stores
 from core_triton.head_copy import copy_head_kernel
 from core_triton.launch import launch
@@ -1227,25 +1227,25 @@ def run_sm80(name: str, *arguments: Any) -> None:
 
 def run_gluon(name: str, *arguments: Any) -> None:
     """A program with the kernels for compute capability 8.x. Those in Gluon run in NumPy, on both multiprocessors."""
-    modules, kernels_run = (ampere_common, ampere_gradients, ampere_logits, gluon_common, hopper_logits), set[str]()
-    modules = *modules, input_grad, kernels
+    launched = set[str]()
+    modules = (ampere_common, ampere_gradients, ampere_logits, gluon_common, hopper_logits, input_grad, triton_kernels)
 
     def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         if isinstance(kernel, interpreter.InterpretedFunction):
             launch(kernel, grid, *arguments, **options)
             return
-        kernels_run.add(kernel.__name__)
+        launched.add(kernel.__name__)
         gluon_in_numpy.run(modules, kernel, grid, *arguments, late=True, **options)
 
     gpu = DeviceInfo("cuda", 80, 2, "a100")
     with (
-        mock.patch.object(kernels, "launch", run),
+        mock.patch.object(triton_kernels, "launch", run),
         mock.patch.object(ampere_gradients, "launch", run),
         mock.patch.object(input_grad, "launch", run),
-        mock.patch.object(ops, "DeviceInfo", lambda *_: gpu),
+        mock.patch.object(ops, "DeviceInfo", return_value=gpu),
     ):
         PROGRAMS[name](*arguments)
-    say(name="kernels", kernels=sorted(kernels_run))
+    say(name="kernels", kernels=sorted(launched))
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {

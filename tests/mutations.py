@@ -131,7 +131,7 @@ TRITON_KERNELS = (
         "logits = tl.where((columns <= classes)[None, :], logits, 0.0)",
         tests("core_triton_interpreted", "weighted_views"),
     ),
-    Mutation("core_triton/kernels.py", "stride // UNIT * UNIT", "stride", COMPILED_SM80),
+    Mutation("core_triton/kernels.py", "stride // UNIT * UNIT\n    start", "stride\n    start", COMPILED_SM80),
     Mutation(
         "core_triton/kernels.py", "8 if crowded and plan.pointers", "4 if crowded and plan.pointers", COMPILED_SM80
     ),
@@ -999,7 +999,10 @@ BATCH_INVARIANT = (
 )
 
 IN_PIECES = tests("core_triton_interpreted", "pieces")
-D_INPUT_OF_PIECES = tests("core_triton_input_grad", "test_d_input and 256")
+SM80_PIECES = tests("core_triton_interpreted", "sm80-pieces")
+COMPILED_PIECES = tests("core_triton_kernels", "pieces_for_compute_capability_8 and 80-80")
+SM80_PLANS = tests("chunk_cost", "first_chunk_for_compute_capability_8")
+D_INPUT_OF_PIECES = tests("core_triton_input_grad", "test_d_input and (256 or 384)")
 TILES_OF_PIECES = tests("core_triton_first_chunk", "each_tile")
 LAUNCHES_OF_PIECES = tests("core_triton_first_chunk", "one_launch")
 FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
@@ -1023,6 +1026,19 @@ FIRST_CHUNK = (
     Mutation("jax_pallas/plan.py", "and by_class and not begun", "and by_class", OF_FLOAT16),
     Mutation("jax_pallas/plan.py", "fits_float16 and key.label_smoothing != 0", "fits_float16", OF_FLOAT16),
     Mutation("core_triton/kernels.py", "column += first_class", "column += 0", IN_PIECES),
+    Mutation("core_triton/kernels.py", "(number - 1) * piece_rows - number", "(number - 1) * piece_rows", SM80_PIECES),
+    Mutation("core_triton/kernels.py", "number == 0, matrix, others", "number <= 1, matrix, others", SM80_PIECES),
+    Mutation("core_triton/kernels.py", "first_class // BLOCK_V * BLOCK_V", "first_class", COMPILED_PIECES),
+    Mutation("core_triton/ampere_logits.py", "piece_rows, first + column)", "piece_rows, column)", TILES_OF_PIECES),
+    Mutation("core_triton/ampere_common.py", "others + start, stride", "others, stride", D_INPUT_OF_PIECES),
+    Mutation(
+        "core_triton/ampere_gradients.py",
+        "e_stride, piece, piece_rows, steps.first)",
+        "e_stride, piece, piece_rows, 0)",
+        D_INPUT_OF_PIECES,
+    ),
+    Mutation("core_triton/plan.py", 'capability, gpu = 80, "a100"', "capability = 80", SM80_PLANS),
+    Mutation("core_triton/plan.py", "if ampere and d_weight_kernel:", "if False:", SM80_PLANS),
     Mutation("core_triton/hopper_gradients.py", "if k < piece:", "if k <= piece:", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_logits.py", "(number - 1) * piece_rows", "number * piece_rows", TILES_OF_PIECES),

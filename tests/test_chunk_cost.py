@@ -403,7 +403,8 @@ def test_a_first_chunk_of_jax_fits_where_it_is_stored(itemsize: int, head: Head)
 
 @pytest.mark.parametrize("head", HEADS[:32], ids=lambda head: head.name)
 def test_the_pieces_of_a_first_chunk_fit_where_they_are_stored(head: Head) -> None:
-    for n, mebibytes, gpu in product((300, 2048, 8192), (64, 256, 512), ("h100", "h200")):
+    for n, mebibytes, gpu in product((300, 2048, 8192), (64, 256, 512), ("h100", "h200", "a100")):
+        tile_classes = CLASS_BLOCK if gpu != "a100" else 128
         made = plan("torch", n, head.d, head.v, mebibytes * MIB, gpu=gpu).chunks
         chunks = made.chunks(n)
         assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(n))
@@ -411,7 +412,7 @@ def test_the_pieces_of_a_first_chunk_fit_where_they_are_stored(head: Head) -> No
         if made.first_rows:
             pieces = -(-head.v // made.piece)
             assert made.rows < made.first_rows <= head.d or made.first_rows == n <= head.d
-            assert made.piece % CLASS_BLOCK == 0
+            assert made.piece % tile_classes == 0
             assert made.piece >= made.first_rows
             assert made.first_rows * made.piece <= made.rows * padded(head.v)  # the first piece, in the workspace
             assert (pieces - 1) * made.piece <= head.v  # the others, in the rows of d_weight of as many classes
@@ -478,6 +479,29 @@ def test_the_logits_of_all_pieces_are_one_launch() -> None:
             for chunk in (whole, whole._replace(pieces=tuple(one.classes for one in of_pieces)))
         )
         assert pieces - one == pytest.approx(more if d_weight else 0.0)
+
+
+def test_a_first_chunk_for_compute_capability_8_where_reading_d_weight_takes_long() -> None:
+    """A newer GPU with these kernels has the chunks that an A100 with as many multiprocessors would have."""
+    plans = {
+        name: plan("torch", 8192, *head, mebibytes * MIB, "h100", implementation="triton_sm80")
+        for name, head, mebibytes in (
+            ("gemma", GEMMA, 512),
+            ("gemma in 256 MiB", GEMMA, 256),
+            ("llama", LLAMA, 512),
+            ("qwen", QWEN, 512),
+        )
+    }
+    assert {one.gpu for one in plans.values()} == {"a100"}
+    chunks = {name: (one.chunks.rows, one.chunks.first_rows) for name, one in plans.items()}
+    assert chunks == {
+        "gemma": (896, 1920),
+        "gemma in 256 MiB": (384, 2048),
+        "llama": (2048, 0),
+        "qwen": (1664, 0),
+    }
+    for options in ({"grad_into": True}, {"batch_invariant": True}):
+        assert plan("torch", 8192, *GEMMA, 512 * MIB, "a100", **options).chunks.first_rows == 0
 
 
 @pytest.mark.parametrize(("framework", "split"), [("torch", False), ("jax", False), ("jax", True)])
