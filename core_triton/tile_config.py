@@ -266,8 +266,8 @@ FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d
 FIRST_CHUNK_TRIES = 6  # sizes of its pieces that are estimated
 
 # `CostCoefficients.exposed` of the d_weight kernel of `ampere_gradients`, which loads the old tile after its matmul. On
-# an H100 it adds 768 rows of Gemma in 2.73 ms. At the rate of cuBLAS's kernels for sm_80 with 8,192 rows they take 1.98,
-# and d_weight is read and written in 0.70.
+# an H100 it adds 768 rows of Gemma in 2.73 ms. At the rate of cuBLAS's sm_80 kernel for 8,192 rows they take 1.98, and
+# d_weight is read and written in 0.70.
 AMPERE_EXPOSED = 0.8
 
 # Between the matmuls of d_weight of two pieces. On an H100, 17 of Qwen3 8B (2,048 rows) take 0.09 ms more than 9.

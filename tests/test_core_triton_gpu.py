@@ -71,28 +71,44 @@ def test_case(implementation: str, name: str, printed: Printed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head"), [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16,) * 2]
+    ("implementation", "dtype", "head", "transposed"),
+    [
+        ("triton", torch.bfloat16, torch.bfloat16, False),
+        ("triton", torch.bfloat16, torch.float32, False),
+        ("triton", torch.float16, torch.float16, False),
+        ("triton_sm80", torch.bfloat16, torch.bfloat16, False),
+        ("triton_sm80", torch.bfloat16, torch.bfloat16, True),
+        ("triton_sm80", torch.float16, torch.float16, False),
+    ],
 )
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 30.0, "logit_scale": 0.5}, {"logit_scale": 6.0}, {"logit_scale": 20.0}], ids=str
 )
 @pytest.mark.parametrize(("n", "mebibytes"), [(1000, 24), (1500, 60)])
 def test_a_first_chunk_in_the_memory_of_d_weight(
-    n: int, mebibytes: int, options: dict[str, Any], dtype: torch.dtype, head: torch.dtype
+    n: int,
+    mebibytes: int,
+    options: dict[str, Any],
+    implementation: str,
+    dtype: torch.dtype,
+    head: torch.dtype,
+    transposed: bool,
 ) -> None:
     """Compares with `chunked` in float32. Where logits are multiplied by 20, most row blocks are computed again. Where
     they are multiplied by 6, most rows of float16 are shifted."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("only the kernels for Hopper have pieces")
+    if implementation == "triton" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only the kernels for Hopper and for compute capability 8.x have pieces")
     d, v = 1024, 40008
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, w, bias = (torch.randn(*shape, device=DEVICE, generator=generator) for shape in ((n, d), (v, d), (v,)))
     x, w, bias = x.to(dtype), (w / d**0.5).to(head), bias.to(head)
+    if transposed:
+        w = w.T.contiguous().T
     upstream = torch.tensor(1.0 if dtype == torch.bfloat16 else 8.0 * n, device=DEVICE)  # of a mean
     target = torch.randint(0, v - 18, (n,), device=DEVICE, generator=generator)
     target[::7] = -100
     shared: dict[str, Any] = {"vocab_size": v - 18, **options}
-    ours: dict[str, Any] = {"memory_budget": mebibytes * 2**20}
+    ours: dict[str, Any] = {"memory_budget": mebibytes * 2**20, "implementation": implementation}
     if head == torch.float32:
         ours |= {"head_precision": "float32"}
     chunks: Any = core_triton.explain(x, w, vocab_size=v - 18, **ours).plan.chunks

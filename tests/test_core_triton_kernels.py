@@ -225,7 +225,6 @@ LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in C
 FOR_HOPPER = (
     "train-long",
     "pieces-options",
-    "pieces-fp16",
     "train-transposed",
     "train-head32",
     "smoothing-fp16-head32",
