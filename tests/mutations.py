@@ -188,8 +188,8 @@ TRITON_KERNELS = (
     ),
     Mutation(
         "core_triton/hopper_common.py",
-        "warpgroup_mma_wait(1, deps=[acc])",
-        "warpgroup_mma_wait(0, deps=[acc])",
+        "warpgroup_mma_wait(1, deps=[acc])  # this matmul",
+        "warpgroup_mma_wait(0, deps=[acc])  # this matmul",
         COMPILED,
     ),
     Mutation(
@@ -1041,6 +1041,10 @@ FIRST_CHUNK = (
     Mutation("core_triton/plan.py", "if ampere and d_weight_kernel:", "if False:", SM80_PLANS),
     Mutation("core_triton/hopper_gradients.py", "if k < piece:", "if k <= piece:", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),
+    Mutation("core_triton/hopper_common.py", "in range(BLOCK_D, hidden, BLOCK_D)", "in range(0)", TILES_OF_PIECES),
+    Mutation("core_triton/hopper_common.py", "use_acc=ADDS", "use_acc=False", TILES_OF_PIECES),
+    Mutation("core_triton/hopper_logits.py", "gl.maximum(part * part_steps, 1)", "part * part_steps", TILES_OF_PIECES),
+    Mutation("core_triton/hopper_logits.py", "if head.scale is not None", "if head.scale is None", TILES_OF_PIECES),
     Mutation("core_triton/hopper_logits.py", "(number - 1) * piece_rows", "number * piece_rows", TILES_OF_PIECES),
     Mutation("core_triton/hopper_logits.py", "column += sizes.first_class", "column += 0", TILES_OF_PIECES),
     Mutation("core_triton/hopper_logits.py", "first_row += OUTSIDE", "first_row += 0", TILES_OF_PIECES),

@@ -23,7 +23,7 @@ from core_triton import (
     ops,
     row_kernels,
 )
-from core_triton.first_chunk import StoredExponentials
+from core_triton.first_chunk import StoredExponentials, Stores
 from core_triton.kernels import Active
 from core_triton.launch import At
 from core_triton.plan import DeviceInfo, PlanKey, make_plan
@@ -72,7 +72,7 @@ def problem_of(
 )
 def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: torch.dtype, capability: int) -> None:
     """One launch for each vocabulary chunk, of several pieces, with the quarters that hold a target if it is one. The
-    exponentials of float16 are too large and divided by powers of two."""
+    exponentials of float16 are too large and divided by powers of two. The sums are the same if nothing is stored."""
     generator = torch.Generator().manual_seed(0)
     problem, float16 = problem_of(N, D, V, "cpu", 2**28, dtype=dtype, capability=capability), dtype == torch.float16
     hopper, reference = capability == 90, REFERENCE - 16 * float16
@@ -87,29 +87,26 @@ def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: tor
         if hopper:
             hit[row // (ROW_BLOCK // 2) * blocks + column // class_block] |= 1 << (column % class_block // 64)
     sums, target_logit = torch.full((blocks, N), torch.nan), torch.full((START + N,), torch.nan)
-    shifts = torch.zeros((blocks, N))
+    shifts, scored = torch.zeros((blocks, N)), torch.full((blocks, N), torch.nan)
     flag = torch.zeros(row_blocks, dtype=torch.int32)
     run = partial(*((hopper_in_numpy.run, MODULES) if hopper else (gluon_in_numpy.run, AMPERE_MODULES)), late=late)
     module, hits = (hopper_logits, {"hit": At(hit, 0) if step == V else None}) if hopper else (ampere_logits, {})
     with mock.patch.object(kernels, "launch", run):
         for start in range(0, V, step):
             chunk = slice(start, min(start + step, V))
-            module.exponentials(
-                problem,
-                x,
-                w[chunk],
-                chunk,
-                Active(torch.tensor(START + N, dtype=torch.int32), START, 0),
-                target=At(target, START),
-                ref_exponent=At(torch.full((START + N,), float(reference)), START),
-                flag=At(flag, 0),
-                sums=At(sums, start // class_block),
-                statistics=SHIFTS * float16,
-                of_logits=At(shifts, start // class_block) if float16 else None,
-                target_logit=At(target_logit, START),
-                e=e.stores(chunk),
+            shared: dict[str, Any] = {
+                "target": At(target, START),
+                "ref_exponent": At(torch.full((START + N,), float(reference)), START),
+                "flag": At(flag, 0),
+                "target_logit": At(target_logit, START),
                 **hits,
-            )
+            }
+            active = Active(torch.tensor(START + N, dtype=torch.int32), START, 0)
+            at = start // class_block
+            into = {"sums": At(sums, at), "of_logits": At(shifts, at) if float16 else None, "e": e.stores(chunk)}
+            module.exponentials(problem, x, w[chunk], chunk, active, statistics=SHIFTS * float16, **shared, **into)
+            into = {"sums": At(scored, at), "of_logits": None, "e": Stores(None)}
+            module.exponentials(problem, x, w[chunk], chunk, active, statistics=0, **shared, **into)
     logits = x.float() @ w.float().T
     wanted = (logits / torch.log(torch.tensor(2.0)) - reference).exp2()
     found = torch.cat([e.of(piece) for piece in e.pieces(V)], 1).float()
@@ -120,6 +117,7 @@ def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: tor
     assert (e.pieces(V, 200)[1], e.pieces(V)[2]) == (slice(200, 256), slice(512, V))
     in_blocks = torch.nn.functional.pad(wanted, (0, blocks * class_block - V)).view(N, blocks, class_block).sum(2).T
     torch.testing.assert_close(sums, in_blocks, rtol=1e-4, atol=1e-4)
+    assert torch.equal(scored, sums)
     torch.testing.assert_close(target_logit[START:], logits[range(N), target[START:]], rtol=1e-4, atol=1e-4)
     assert e.others is not None
     last = V - 2 * PIECE
