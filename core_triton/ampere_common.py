@@ -99,8 +99,22 @@ def read_slice(a_buffer, b_buffer, i: gl.constexpr, A_BY_COLUMN: gl.constexpr, B
 
 
 @gluon.jit
+def prefetch_tile(matrix, stride, row, column, rows, columns, BLOCK_ROWS: gl.constexpr, BLOCK_COLUMNS: gl.constexpr):
+    """Starts to read a tile of a matrix from device memory to L2, a line of 128 bytes at a time."""
+    LINE: gl.constexpr = 1024 // matrix.dtype.element_ty.primitive_bitwidth
+    LINES: gl.constexpr = BLOCK_COLUMNS // LINE
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [4, 1], [1, 0])
+    row_ids = gl.minimum(row + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, layout)), rows - 1)
+    column_ids = gl.minimum(column + LINE * gl.arange(0, LINES, gl.SliceLayout(0, layout)), columns - 1)
+    lines = matrix + (gl.expand_dims(row_ids.to(gl.int64) * stride, 1) + gl.expand_dims(column_ids, 0))
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(gl.int64)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def multiply_tile(
-    a_matrix, a_pieces, a_stride, row, rows, b_matrix, b_stride, column, columns, steps,
+    a_matrix, a_pieces, a_stride, row, rows, b_matrix, b_stride, column, columns, steps, read_later,
     BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     B_BY_COLUMN: gl.constexpr, A_BY_COLUMN: gl.constexpr = False,
 ):  # fmt: skip
@@ -110,6 +124,7 @@ def multiply_tile(
     otherwise as (inner, columns). Matrices that are contiguous along the inner dimension are read up to the next
     multiple of UNIT after `steps.last`: these elements of one of them must be zeros, and those of the other finite.
     With a_pieces, a is stored as (rows, inner), in pieces of whole steps of the inner dimension: `rows_of`.
+    `read_later` is () or the arguments of `prefetch_tile` for a tile that the epilogue reads.
     """
     # ldmatrix reads eight rows of 16 bytes at a time. The swizzle puts them in different banks.
     narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_K, BLOCK_K // 8, [1, 0])
@@ -136,6 +151,8 @@ def multiply_tile(
         copy_operand(a_buffers.index(stage), a_step, steps.first + stage * BLOCK_K, a_end)
         copy_operand(b_buffers.index(stage), b_step, steps.first + stage * BLOCK_K, b_end)
         async_copy.commit_group()
+    if len(read_later) > 0:
+        prefetch_tile(*read_later, BLOCK_N, BLOCK_V)
     acc = gl.zeros([BLOCK_N, BLOCK_V], gl.float32, MMA)
     async_copy.wait_group(STAGES - 1)
     a, b = read_slice(a_buffers.index(0), b_buffers.index(0), 0, A_BY_COLUMN, B_BY_COLUMN)

@@ -46,8 +46,11 @@ def d_weight_kernel(
     WIDTH: gl.constexpr = BLOCK_D // 4
     by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     if active > 0:
+        read_later = ()
+        if ADDS:  # All programs of a wave load their old tiles at the same time, and wait: `AMPERE_EXPOSED`.
+            read_later = (d_weight_ptr, hidden, v, d, classes, hidden)
         acc = multiply_tile(
-            e_matrix, (), e_stride, v, classes, x_matrix, x_stride, d, hidden, Steps(0, active),
+            e_matrix, (), e_stride, v, classes, x_matrix, x_stride, d, hidden, Steps(0, active), read_later,
             BLOCK_V, BLOCK_D, BLOCK_N, STAGES, False, True,
         )  # fmt: skip
         old = ()
@@ -151,7 +154,7 @@ def d_input_kernel(
                 # classes of the last, incomplete 16 bytes are added apart.
                 whole = gl.minimum(last, classes // UNIT * UNIT)
             acc = multiply_tile(
-                e_matrix, e_pieces, e_stride, row, rows, w_matrix, w_stride, d, hidden, Steps(first, whole),
+                e_matrix, e_pieces, e_stride, row, rows, w_matrix, w_stride, d, hidden, Steps(first, whole), (),
                 BLOCK_N, BLOCK_D, BLOCK_V, STAGES, not W_BY_CLASS,
             )  # fmt: skip
             row_ids = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))

@@ -145,6 +145,10 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + (more if isinstance(more, Value) else Value(more, "i64")))
 
+    def to(self, dtype: str) -> "Pointer":
+        assert dtype == "i64"
+        return self
+
     def places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns the offsets, 0 where the mask is false, and the mask."""
         offsets = self.offset.data
@@ -309,6 +313,13 @@ class Language:
             assert len(np.unique(places)) == len(places), "an element is written twice"
         memory.written[places] = True
         memory.data[places] = values
+
+    def inline_asm_elementwise(
+        self, asm: str, constraints: str, args: Sequence[Pointer], dtype: str, is_pure: bool, pack: int
+    ) -> None:
+        assert asm.startswith("prefetch")  # which changes nothing
+        assert not is_pure
+        args[0].places(None)
 
     def allocate_shared_memory(self, dtype: str, shape: Sequence[int], layout: Any) -> Shared:
         return Shared(np.full(shape, np.nan, np.float32), dtype)

@@ -1001,6 +1001,7 @@ BATCH_INVARIANT = (
 IN_PIECES = tests("core_triton_interpreted", "pieces")
 SM80_PIECES = tests("core_triton_interpreted", "sm80-pieces")
 COMPILED_PIECES = tests("core_triton_kernels", "pieces_for_compute_capability_8 and 80-80")
+COMPILED_D_WEIGHT = tests("core_triton_kernels", "d_weight_for_compute_capability_8 and 80")
 SM80_PLANS = tests("chunk_cost", "first_chunk_for_compute_capability_8")
 D_INPUT_OF_PIECES = tests("core_triton_input_grad", "test_d_input and (256 or 384)")
 TILES_OF_PIECES = tests("core_triton_first_chunk", "each_tile")
@@ -1038,6 +1039,7 @@ FIRST_CHUNK = (
         D_INPUT_OF_PIECES,
     ),
     Mutation("core_triton/plan.py", 'capability, gpu = 80, "a100"', "capability = 80", SM80_PLANS),
+    Mutation("core_triton/ampere_common.py", "if len(read_later) > 0:", "if False:", COMPILED_D_WEIGHT),
     Mutation("core_triton/plan.py", "if ampere and d_weight_kernel:", "if False:", SM80_PLANS),
     Mutation("core_triton/hopper_gradients.py", "if k < piece:", "if k <= piece:", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),

@@ -405,7 +405,8 @@ def test_pieces_for_compute_capability_8_move_16_bytes_at_a_time(
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("arch", [80, 89])
 def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -> None:
-    """Its operands are turned on the way from shared memory (ldmatrix.trans). The old tile is loaded after the loop."""
+    """Its operands are turned on the way from shared memory (ldmatrix.trans). The old tile is loaded after the loop,
+    and prefetched to L2 before."""
     chosen = [launch for launch in launches(arch, "train") if launch.kernel.__name__ == "d_weight_kernel"]
     assert sorted(dict(launch.constexprs)["ADDS"] for launch in chosen) == [False, True]
     for launch in chosen:
@@ -415,6 +416,7 @@ def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -
         assert "LDSM.16.M88" not in sass
         assert sass.count("STG.E") == sass.count("STG.E.128") == 16
         assert sass.count("LDG.E.128") == (16 if dict(launch.constexprs)["ADDS"] else 0)
+        assert sass.count("CCTL") == (2 if dict(launch.constexprs)["ADDS"] else 0)
 
 
 @pytest.mark.slow
