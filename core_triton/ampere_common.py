@@ -43,7 +43,7 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def rows_of(matrix, pieces, stride, first, rows, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
+def rows_of(matrix, stride, pieces, first, rows, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
     """Returns the operand of BLOCK rows from `first` on, which are contiguous along the inner dimension. In place of
     rows past the last, the last is read again. With `pieces`, (others, piece, piece_rows), the matrix has the first
     piece: `first_chunk.Stores`."""
@@ -114,7 +114,7 @@ def prefetch_tile(matrix, stride, row, column, rows, columns, BLOCK_ROWS: gl.con
 
 @gluon.jit
 def multiply_tile(
-    a_matrix, a_pieces, a_stride, row, rows, b_matrix, b_stride, column, columns, steps, read_later,
+    a_matrix, a_stride, a_pieces, row, rows, b_matrix, b_stride, column, columns, steps, read_later,
     BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     B_BY_COLUMN: gl.constexpr, A_BY_COLUMN: gl.constexpr = False,
 ):  # fmt: skip
@@ -134,10 +134,10 @@ def multiply_tile(
         a_step = columns_of(a_matrix, a_stride, row, rows, BLOCK_N, BLOCK_K)
         a_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], wide)
     else:
-        a_step = rows_of(a_matrix, a_pieces, a_stride, row, rows, BLOCK_N, BLOCK_K)
+        a_step = rows_of(a_matrix, a_stride, a_pieces, row, rows, BLOCK_N, BLOCK_K)
         a_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], narrow)
     if B_BY_COLUMN:
-        b_step = rows_of(b_matrix, (), b_stride, column, columns, BLOCK_V, BLOCK_K)
+        b_step = rows_of(b_matrix, b_stride, (), column, columns, BLOCK_V, BLOCK_K)
         b_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_V, BLOCK_K], narrow)
     else:
         b_step = columns_of(b_matrix, b_stride, column, columns, BLOCK_V, BLOCK_K)

@@ -50,7 +50,7 @@ def d_weight_kernel(
         if ADDS:  # All programs of a wave load their old tiles at the same time, and wait: `AMPERE_EXPOSED`.
             read_later = (d_weight_ptr, hidden, v, d, classes, hidden)
         acc = multiply_tile(
-            e_matrix, (), e_stride, v, classes, x_matrix, x_stride, d, hidden, Steps(0, active), read_later,
+            e_matrix, e_stride, (), v, classes, x_matrix, x_stride, d, hidden, Steps(0, active), read_later,
             BLOCK_V, BLOCK_D, BLOCK_N, STAGES, False, True,
         )  # fmt: skip
         old = ()
@@ -100,8 +100,9 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
 
 
 @gluon.jit
-def add_last_classes(acc, w_matrix, w_stride, e_matrix, pieces, e_stride, row_ids, columns, rows, hidden, steps):
-    """Adds the classes of `steps` to a tile, one at a time. The head is stored as (D, V)."""
+def add_last_classes(acc, w_matrix, w_stride, e_matrix, e_stride, pieces, row_ids, columns, rows, hidden, steps):
+    """Adds the classes of `steps` to a tile, one at a time. The head is stored as (D, V). With `pieces`, of
+    `ampere_common.rows_of`, the classes are all in one piece."""
     if len(pieces) > 0:
         others, piece, piece_rows = pieces
         e_matrix = piece_start(e_matrix, others, e_stride, piece, piece_rows, steps.first)
@@ -125,7 +126,7 @@ def d_input_kernel(
     """`hopper_gradients.d_input_kernel`, with steps of BLOCK_V classes.
 
     e must be 0 from its last class to the next multiple of UNIT. With others_matrix, e has the first `piece` classes,
-    and others_matrix (pieces * piece_rows, piece) the others.
+    and others_matrix ((pieces - 1) * piece_rows, piece) the others.
     """
     active = active_rows(count_ptr, start, 0, rows)
     d_blocks = gl.cdiv(hidden, BLOCK_D)
@@ -154,14 +155,14 @@ def d_input_kernel(
                 # classes of the last, incomplete 16 bytes are added apart.
                 whole = gl.minimum(last, classes // UNIT * UNIT)
             acc = multiply_tile(
-                e_matrix, e_pieces, e_stride, row, rows, w_matrix, w_stride, d, hidden, Steps(first, whole), (),
+                e_matrix, e_stride, e_pieces, row, rows, w_matrix, w_stride, d, hidden, Steps(first, whole), (),
                 BLOCK_N, BLOCK_D, BLOCK_V, STAGES, not W_BY_CLASS,
             )  # fmt: skip
             row_ids = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
             columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, MMA))
             if not W_BY_CLASS:
                 acc = add_last_classes(
-                    acc, w_matrix, w_stride, e_matrix, e_pieces, e_stride, row + row_ids, d + columns, rows, hidden,
+                    acc, w_matrix, w_stride, e_matrix, e_stride, e_pieces, row + row_ids, d + columns, rows, hidden,
                     Steps(whole, last),
                 )  # fmt: skip
             if unit.slot >= 0:  # transposed, as a partial tile is on Hopper

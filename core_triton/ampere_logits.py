@@ -60,7 +60,7 @@ def exponentials_kernel(
     row_block, class_block = tile_of(gl.program_id(0), gl.cdiv(rows, BLOCK_N), gl.cdiv(classes, BLOCK_V), group)
     row, column = row_block * BLOCK_N, class_block * BLOCK_V
     raw = multiply_tile(
-        x_matrix, (), x_stride, row, rows, w_matrix, w_stride, column, classes, Steps(0, hidden), (),
+        x_matrix, x_stride, (), row, rows, w_matrix, w_stride, column, classes, Steps(0, hidden), (),
         BLOCK_N, BLOCK_V, BLOCK_D, STAGES, W_BY_CLASS,
     )  # fmt: skip
 

@@ -38,8 +38,8 @@ class StoredExponentials(NamedTuple):
     Args:
         first: (n, P), the first piece, or (n, K).
         others: (pieces - 1, M, P), of which the first n rows of M are used; None if there is one piece. M P is the size
-            of a piece of d_weight. Kernels write whole row blocks, so M is at least n rounded up to these. P is a
-            multiple of the classes of a tile, so each tile is in one piece.
+            of a piece of d_weight. Hopper's kernels write whole row blocks, so M is at least n rounded up to these. P
+            is a multiple of the classes of a tile, so each tile is in one piece.
     """
 
     first: Tensor

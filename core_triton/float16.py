@@ -238,7 +238,7 @@ def align_kernel(
 ):  # fmt: skip
     """Divides a row of e (rows, V) by powers of two, so that its shift is row_shift for all classes, and multiplies a
     row of x (rows, D) by rho and by the chunk's power of two: (49), (50). x may be None. With other_e, e has the first
-    `piece` classes, and other_e (pieces, piece_stride) the rows of each later piece.
+    `piece` classes, and other_e (pieces - 1, piece_stride) the rows of each later piece.
 
     A row of e without a shift is not read. Rows of x whose rho is 0 become 0. Class blocks have block_width classes,
     which are in tiles of BLOCK_V. Writes to active (2,) int32 count () and the exponent of the factor of e^T x. One
@@ -310,7 +310,7 @@ def finish(
     e: StoredExponentials,
     x: Tensor | None,
 ) -> At:
-    """Prepares e (n, K) and x (n, >= D) of chunk `number` for the matmuls of the gradients, after
+    """Prepares the exponentials e of n rows and x (n, >= D) of chunk `number` for the matmuls of the gradients, after
     `row_kernels.finish_rows`, and rho and theta of its rows.
 
     Args:

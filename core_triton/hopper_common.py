@@ -109,15 +109,15 @@ def load_tiles(x_desc, w_desc, ring, sizes, tiling):
 def multiply_first(ring, stage, phase, layout: gl.constexpr, WHICH: gl.constexpr, tiling):
     """Starts the matmul of the first stage of a tile, and returns its result and the ring's position after it.
 
-    The matrix units idle from the last matmul of a tile to this one unless the other warpgroup has enough stages. What
-    the epilogue needs besides the result is best computed after this. That is why the result starts without zeros,
-    which take 128 registers and 260 cycles.
+    The matrix units may be idle from the last matmul of a tile to this one. So it comes before everything else: what
+    the epilogue needs besides the result is computed after it, and the result is not added to zeros, which would take
+    260 cycles to set.
     """
     STAGES: gl.constexpr = ring.b.shape[0]
     HALF: gl.constexpr = ring.a.shape[1]
-    acc = gl.zeros([HALF, tiling.block_v], gl.float32, layout)
+    acc = gl.zeros([HALF, tiling.block_v], gl.float32, layout)  # for its type
     acc = start_step(acc, ring, stage, phase, WHICH, tiling, False)
-    acc = warpgroup_mma_wait(1, deps=[acc])  # waits for none
+    acc = warpgroup_mma_wait(1, deps=[acc])  # does not wait: makes a tensor of the result that is in flight
     stage, phase = next_stage(stage, phase, STAGES)
     return acc, stage, phase
 

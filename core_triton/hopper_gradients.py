@@ -405,8 +405,9 @@ def d_input_kernel(
     which row of d_input (N, D) a row is. Rows past count - start are not written. A float32 w is the sum of two
     matrices of e's dtype (`multiply_split`).
 
-    With others_desc, e has the first `piece` classes, and others_desc (pieces * piece_rows, piece) the others: the rows
-    from p * piece_rows on are of piece p + 1. Past the last class they are 0 up to the next multiple of a step.
+    With others_desc, e has the first `piece` classes, and others_desc ((pieces - 1) * piece_rows, piece) the others:
+    the rows from p * piece_rows on are of piece p + 1. Past the last class they are 0 up to the next multiple of a
+    step.
 
     With mean_row (D,) float32, factor * mean_row is added, with factor (rows,) float32.
     """

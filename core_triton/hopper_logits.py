@@ -123,8 +123,9 @@ def store_target_logits(target_logit_ptr, logits, row_ids, columns, target, owns
 def masked(logits, columns, column, classes, BLOCK_V: gl.constexpr, BRANCHES: gl.constexpr = False):
     """Returns a quarter's logits, with -inf past the last class. The tile begins at `column`.
 
-    The compiler replaces the branch by a selection in every tile, 200 cycles of an epilogue. With BRANCHES it cannot,
-    because it may not move the instruction. That spills registers where the epilogue has more to compute.
+    The compiler turns the branch into a selection in every tile, 200 cycles of an epilogue. With BRANCHES the selection
+    is an assembly instruction that it may not move out of the branch. Where the epilogue has more to compute, that
+    spills registers.
     """
     if column + BLOCK_V > classes:
         inside = gl.expand_dims(columns < classes, 0)
@@ -213,7 +214,7 @@ def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tilin
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiling.block_v, 16])
     quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_blocks, class_blocks = gl.cdiv(sizes.active, 2 * HALF), gl.cdiv(sizes.classes, tiling.block_v)
-    # Whether the epilogue leaves registers for what is faster but keeps more of them in use.
+    # Whether the epilogue leaves registers for loads before the rest of the matmul, and for the branch of `masked`.
     ROOMY: gl.constexpr = not switches.has_softcap and (switches.statistics & ~SHIFTS) == 0
     stage = 0
     phase = 0

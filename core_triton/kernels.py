@@ -179,7 +179,7 @@ def launch_tiles(
         hidden,
         classes,
         min(tile.group, row_blocks),
-        None if blocks.gluon and spec.logit_scale == 1.0 else spec.logit_scale,
+        None if blocks.gluon and spec.logit_scale == 1.0 else spec.logit_scale,  # `hopper_logits.Head`
         spec.softcap or 1.0,
         **switches,
         W_BY_CLASS=by_class,
@@ -372,8 +372,9 @@ def piece_start(matrix, others_matrix, stride, piece, piece_rows, column):
 
 @triton.jit
 def whole_tiles(first_class, BLOCK_V: tl.constexpr):
-    """Returns the first class of a vocabulary chunk where exponentials are in pieces. It is a multiple of a tile's
-    classes. Without the division the compiler would not know, and would store a few bytes at a time."""
+    """Returns the first class of a vocabulary chunk where exponentials are in pieces, in a call with all classes. It is
+    a multiple of a tile's classes. Without the division the compiler would not know, and would store a few bytes at a
+    time."""
     return first_class // BLOCK_V * BLOCK_V
 
 
@@ -386,7 +387,7 @@ def store_e(
     the rows where `stored` is True."""
     if others_matrix is None:
         store_tile(e_matrix, e_stride, values, stored, row, column, rows, columns, BY_ROW)
-    elif e_stride is not None:
+    elif e_stride is not None:  # others has the same stride; branches around stores would spill registers
         first = whole_tiles(first_class, values.shape[1])
         start = piece_start(e_matrix, others_matrix, e_stride, piece, piece_rows, first + column)
         store_tile(start, e_stride, values, stored, row, first + column, rows, first + columns, BY_ROW)

@@ -343,7 +343,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         )  # fmt: skip
     capability, gpu = key.device.capability, key.device.gpu
     if key.implementation == "triton_sm80" and capability >= 90:
-        capability, gpu = 80, "a100"  # on a newer GPU too, matmuls and memory take times in about its proportions
+        # The times of these kernels, relative to those of memory, are about the same on a newer GPU as on an A100.
+        capability, gpu = 80, "a100"
     hopper = capability == 90 and key.device.type == "cuda"
     pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
     # Otherwise Triton would compile them to other instructions (wgmma) on a newer GPU.

@@ -358,7 +358,7 @@ def finish_rows_kernel(
     Writes loss, lse, target_logit and, if not None, the largest logit top (N,) at the rows row (rows,) int64 of the
     call. They are 0 for rows of row_weight 0. With GRADIENTS also writes rho and theta, (rows,) float32, both times the
     scale: (31). It sets the target's column of e (rows, V) to 0, because theta is its term. With other_e, e has the
-    first `piece` classes, and other_e (pieces, piece_stride) the rows of each later piece. With SCALES multiplies x
+    first `piece` classes, and other_e (pieces - 1, piece_stride) the rows of each later piece. With SCALES multiplies x
     (rows, D) by rho, rounded once, with zeros where rho is 0. One program owns BLOCK_N rows.
     """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

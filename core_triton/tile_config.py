@@ -265,9 +265,11 @@ FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d
 
 FIRST_CHUNK_TRIES = 6  # sizes of its pieces that are estimated
 
-# `CostCoefficients.exposed` of the d_weight kernel of `ampere_gradients`, which loads the old tile after its matmul. On
-# an H100 it adds 768 rows of Gemma in 2.73 ms. At the rate of cuBLAS's sm_80 kernel for 8,192 rows they take 1.98, and
-# d_weight is read and written in 0.70.
+# `CostCoefficients.exposed` of the d_weight kernel of `ampere_gradients`, which loads the old tile after its matmul,
+# for every GPU of compute capability 8.x. On an H100 it adds 768 rows of Gemma in 2.73 ms. At the rate of cuBLAS's
+# sm_80 kernel for 8,192 rows they take 1.98, and d_weight is read and written in 0.70. In the A100's numbers, with
+# which such a plan is estimated, these are 2.62 and 1.16 ms, and 0.8 of the latter is exposed. The kernel did not
+# prefetch then.
 AMPERE_EXPOSED = 0.8
 
 # Between the matmuls of d_weight of two pieces. On an H100, 17 of Qwen3 8B (2,048 rows) take 0.09 ms more than 9.

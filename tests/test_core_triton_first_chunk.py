@@ -3,6 +3,7 @@ capability 8.x in NumPy (`hopper_in_numpy`, `gluon_in_numpy`), and counts the la
 interpret_loss.py tests its results."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -67,14 +68,22 @@ def problem_of(
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("step", "late", "dtype"),
-    [*((step, late, torch.bfloat16) for step in (V, 512) for late in (False, True)), (V, False, torch.float16)],
+    ("step", "late", "dtype", "programs"),
+    [
+        *((step, late, torch.bfloat16, 132) for step in (V, 512) for late in (False, True)),
+        *((V, late, torch.bfloat16, 2) for late in (False, True)),
+        (V, False, torch.float16, 132),
+    ],
 )
-def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: torch.dtype, capability: int) -> None:
-    """One launch for each vocabulary chunk, of several pieces, with the quarters that hold a target if it is one. The
-    exponentials of float16 are too large and divided by powers of two. The sums are the same if nothing is stored."""
+def test_each_tile_of_logits_goes_to_its_piece(
+    step: int, late: bool, dtype: torch.dtype, programs: int, capability: int
+) -> None:
+    """One launch for each vocabulary chunk, of several pieces, with the quarters that hold a target if it is one. Two
+    programs compute three tiles each on Hopper. The exponentials of float16 are too large and divided by powers of two.
+    The sums are the same if nothing is stored."""
     generator = torch.Generator().manual_seed(0)
     problem, float16 = problem_of(N, D, V, "cpu", 2**28, dtype=dtype, capability=capability), dtype == torch.float16
+    problem = replace(problem, plan=replace(ops.plan_of(problem), programs=programs))
     hopper, reference = capability == 90, REFERENCE - 16 * float16
     class_block = CLASS_BLOCK if hopper else 128
     x, w = (0.1 * torch.randn(rows, D, generator=generator).to(dtype) for rows in (N, V))
@@ -126,6 +135,34 @@ def test_each_tile_of_logits_goes_to_its_piece(step: int, late: bool, dtype: tor
     assert e.others[:, row_blocks * ROW_BLOCK if hopper else N :].isnan().all()
     assert d_weight[2 * PIECE :].isnan().all()
     assert not flag.any()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("hidden", [8, 64, 72])
+def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    problem = problem_of(N, hidden, V, "cpu", 2**28)
+    problem = replace(problem, plan=replace(ops.plan_of(problem), programs=2))
+    x, w = (torch.randn(rows, hidden, generator=generator).bfloat16() for rows in (N, V))
+    sums, e = torch.full((-(-V // CLASS_BLOCK), N), torch.nan), torch.full((N, 704), torch.nan).bfloat16()
+    vectors = {"target": torch.full((N,), -1), "ref_exponent": torch.zeros(N), "target_logit": torch.zeros(N)}
+    found: dict[str, Any] = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
+    with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
+        hopper_logits.exponentials(
+            problem,
+            x,
+            w,
+            slice(0, V),
+            Active(torch.tensor(N, dtype=torch.int32), 0, 0),
+            statistics=0,
+            of_logits=None,
+            hit=None,
+            e=Stores(e[:, :V]),
+            **{name: At(one, 0) for name, one in found.items()},
+        )
+    wanted = (x.float() @ w.float().T).exp()
+    torch.testing.assert_close(e[:, :V].float(), wanted, rtol=4e-3, atol=0)
+    torch.testing.assert_close(sums.sum(0), wanted.sum(1), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(("splits", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float16)])

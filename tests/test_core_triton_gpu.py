@@ -113,7 +113,7 @@ def test_a_first_chunk_in_the_memory_of_d_weight(
         ours |= {"head_precision": "float32"}
     chunks: Any = core_triton.explain(x, w, vocab_size=v - 18, **ours).plan.chunks
     assert chunks.first_rows > 0
-    assert 0 < chunks.piece < v // 2 + 512
+    assert 0 < chunks.piece < v // 2 + 1024  # at least two pieces
 
     def run(*arrays: Tensor, **more: Any) -> list[Tensor]:
         x, w, bias = (array.clone().requires_grad_() for array in arrays)
