@@ -499,8 +499,7 @@ def test_what_is_loaded_of_d_weight_depends_on_the_gpu_and_on_the_rows(gpu: str,
     assert found == loaded
 
 
-# Bytes of registers that the kernels of a call spill. Those of compute capability 8.x are also in docs/options.md and
-# benchmarks/experiments.md.
+# Bytes of registers that the kernels of a call spill. Those of compute capability 8.x are also in docs/options.md.
 SPILLS = {
     (100, "train-smoothing"): {
         "kernels.d_logits_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; HAS_SIGMA,W_BY_CLASS,HAS_BIAS,"
@@ -508,7 +507,6 @@ SPILLS = {
     },
     (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
     (80, "smoothing-fp16"): {"ampere_gradients.smooth_d_input_kernel(; W_BY_CLASS)": 8},
-    (80, "stats-transposed"): {"ampere_logits.exponentials_kernel(; STORES,HAS_SOFTCAP,STATISTICS=1)": 32},
     # All statistics of token losses together.
     (90, "token-stats"): {
         "kernels.repair_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
