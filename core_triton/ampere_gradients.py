@@ -216,10 +216,8 @@ def d_input_launch(
     plan = plan_of(problem)
     tile = plan.ampere_tile
     assert tile is not None
-    w, (e, others, piece, piece_rows) = (
-        problem.linear_weight[: problem.classes],
-        stored.stores(slice(0, problem.classes)),
-    )
+    w = problem.linear_weight[: problem.classes]
+    e, others, piece, piece_rows = stored.stores(slice(0, problem.classes))
     assert e is not None
     head, _, by_class = head_with_contiguous_rows(w, (tile.block_d, tile_config.D_BLOCK))
     constexprs = {

@@ -208,6 +208,14 @@ def multiply_and_store(acc, ring, stage, phase, hidden, WHICH: gl.constexpr, til
 
 
 @gluon.jit
+def references_of(io, row, rows, HALF: gl.constexpr, layout: gl.constexpr):
+    """Returns the rows from `row` on, which of them exist, and their reference exponents."""
+    row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    inside = row_ids < rows
+    return row_ids, inside, gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
+
+
+@gluon.jit
 def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tiling, switches, WHICH: gl.constexpr):
     HALF: gl.constexpr = ring.a.shape[1]
     WIDTH: gl.constexpr = tiling.block_v // 4
@@ -233,9 +241,7 @@ def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tilin
         if io.hit_ptr is not None:
             hits = gl.load(io.hit_ptr + (2 * row_block + WHICH).to(gl.int64) * class_blocks + class_block)
         if ROOMY:
-            row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
-            inside = row_ids < sizes.rows
-            ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
+            row_ids, inside, ref_exponent = references_of(io, row, sizes.rows, HALF, quarter)
         if switches.stores:
             raw, stage, phase = multiply_and_store(
                 raw, ring, stage, phase, sizes.hidden, WHICH, tiling, e_desc, others, buffers, done
@@ -243,9 +249,7 @@ def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tilin
         else:
             raw, stage, phase = multiply_rest(raw, ring, stage, phase, sizes.hidden, WHICH, tiling)
         if not ROOMY:
-            row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
-            inside = row_ids < sizes.rows
-            ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
+            row_ids, inside, ref_exponent = references_of(io, row, sizes.rows, HALF, quarter)
         packed = ()
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         found = no_statistics(total)
