@@ -6,7 +6,7 @@ The quick suite compiles one launch of each kernel, with most switches on. `make
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from allocations import Meter, bytes_of
-from sass import innermost_loop, missing_overlap, opcodes
+from sass import disassemble, innermost_loop, missing_overlap, opcodes
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import core_triton
 from benchmarks.chunk_rows import preferring
-from benchmarks.launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
+from benchmarks.launch_recorder import SHARED_MEMORY, Launch, compile_launch, fake_gpu, launches_of
 from benchmarks.shapes import SHAPES, Shape
 from core_triton import chunked, float16, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
 from core_triton import token_losses as named_losses
@@ -291,9 +291,20 @@ def assert_fits(launch: Launch, arch: int) -> None:
         assert MATRIX_UNITS[arch] in compiled.ptx, f"{launch.name} does not use the matrix units"
 
 
-@cache
+SASS: dict[tuple[Launch, int], str] = {}
+
+
+def disassemble_all(launches: Iterable[Launch], arch: int) -> None:
+    """Disassembles launches together, which is quicker than one after the other in `sass_of`."""
+    new = [launch for launch in dict.fromkeys(launches) if (launch, arch) not in SASS]
+    if new:
+        found = disassemble([compile_launch(launch, arch).cubin for launch in new], arch)
+        SASS.update({(launch, arch): sass for launch, sass in zip(new, found, strict=True)})
+
+
 def sass_of(launch: Launch, arch: int) -> str:
-    return dump(compile_launch(launch, arch).cubin, "-sass")
+    disassemble_all([launch], arch)
+    return SASS[launch, arch]
 
 
 def assert_overlaps(launch: Launch) -> None:
@@ -314,6 +325,8 @@ def assert_pipelined(launch: Launch, arch: int) -> None:
 def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands: str) -> None:
     chosen = sample(arch, operands)
     assert chosen
+    if operands and arch <= 90:
+        disassemble_all(chosen if arch < 90 else (x for x in chosen if "hopper" in x.kernel.__module__), arch)
     for launch in chosen:
         assert_fits(launch, arch)
         assert not compile_launch(launch, arch).stack, f"{launch.name} spills registers"
@@ -329,6 +342,7 @@ def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() ->
     names = ("exponentials_kernel", "d_weight_kernel", "d_input_kernel")
     chosen = [launch for launch in launches_of(90, call.run) if launch.kernel.__name__ in names]
     assert {launch.kernel.__name__ for launch in chosen} == {*names}
+    disassemble_all(chosen, 90)
     for launch in set(chosen):
         ptx = compile_launch(launch, 90).ptx
         assert not compile_launch(launch, 90).stack, f"{launch.name} spills registers"
@@ -351,6 +365,7 @@ AMPERE_INNER = {
 def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, step: int, stages: int) -> None:
     chosen = [launch for launch in sample(arch, "bf16") if "ampere" in launch.kernel.__module__]
     assert {launch.kernel.__name__ for launch in chosen} == {*AMPERE_INNER}
+    disassemble_all(chosen, arch)
     for launch in chosen:
         inner = AMPERE_INNER[launch.kernel.__name__]
         assert {inner: step, "STAGES": stages}.items() <= dict(launch.constexprs).items()
@@ -369,6 +384,7 @@ def test_gradients_for_compute_capability_8_take_either_head(arch: int, capabili
         call = Call("train", "odd", transposed=transposed, implementation="triton_sm80")
         launched = [launch for launch in launches_of(arch, call.run) if "ampere_gradients" in launch.kernel.__module__]
     assert {launch.kernel.__name__ for launch in launched} == {"d_weight_kernel", "d_input_kernel"}
+    disassemble_all(launched, capability)
     for launch in launched:
         compiled = compile_launch(launch, capability)
         assert not compiled.stack, f"{launch.name} spills registers"
@@ -394,6 +410,7 @@ def test_pieces_for_compute_capability_8_move_16_bytes_at_a_time(
         if dict(launch.signature).get("others_matrix", "constexpr") != "constexpr"
     }
     assert {*chosen} == {"exponentials_kernel", "d_input_of_pieces_kernel", "repair_kernel"}
+    disassemble_all(chosen.values(), capability)
     for name, launch in chosen.items():
         compiled, sass = compile_launch(launch, capability), sass_of(launch, capability)
         assert not compiled.stack, f"{launch.name} spills registers"
@@ -409,6 +426,7 @@ def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -
     and prefetched to L2 before."""
     chosen = [launch for launch in launches(arch, "train") if launch.kernel.__name__ == "d_weight_kernel"]
     assert sorted(dict(launch.constexprs)["ADDS"] for launch in chosen) == [False, True]
+    disassemble_all(chosen, arch)
     for launch in chosen:
         sass = sass_of(launch, arch)
         loop, step = opcodes(innermost_loop(sass, "HMMA")), dict(launch.constexprs)["BLOCK_N"]
