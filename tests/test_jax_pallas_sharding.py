@@ -161,11 +161,12 @@ def check_token_loss(reduction: Any, check_vma: bool, closes: str) -> None:
 
     def on_each_part(arrays: dict[str, Any], advantage: Array, factor: Array) -> Any:
         """Returns what the devices compute, one after the other."""
+        compiled = jax.jit(value)
         parts = []
         for start in range(0, 48, 48 // DEVICES):
             part = slice(start, start + 48 // DEVICES)
             of_part = {n: array[part] if n in ("input", "target") else array for n, array in arrays.items()}
-            parts.append(value(of_part, advantage[part], factor))
+            parts.append(compiled(of_part, advantage[part], factor))
         total, (found, d_advantage, d_factor) = jax.tree.map(lambda *values: list(values), *parts)
         summed_up = {name: sum(found[name]) for name in ("linear_weight", "linear_bias")}
         rows = {"input": jnp.concatenate(found["input"])}
