@@ -325,15 +325,16 @@ def assert_pipelined(launch: Launch, arch: int) -> None:
 def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands: str) -> None:
     chosen = sample(arch, operands)
     assert chosen
-    if operands and arch <= 90:
-        disassemble_all(chosen if arch < 90 else (x for x in chosen if "hopper" in x.kernel.__module__), arch)
     for launch in chosen:
         assert_fits(launch, arch)
         assert not compile_launch(launch, arch).stack, f"{launch.name} spills registers"
-        if "hopper" in launch.kernel.__module__ and operands:
-            assert_overlaps(launch)
-        if arch < 90 and operands:
-            assert_pipelined(launch, arch)
+    overlap = [launch for launch in chosen if operands and "hopper" in launch.kernel.__module__]
+    pipelined = chosen if operands and arch < 90 else []
+    disassemble_all([*overlap, *pipelined], arch)
+    for launch in overlap:
+        assert_overlaps(launch)
+    for launch in pipelined:
+        assert_pipelined(launch, arch)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
