@@ -93,19 +93,19 @@ def over_chunks[T](
     others add to. So only one chunk needs separate code.
 
     If `unrolls`, a few chunks are unrolled. Their starts are then constants, and no kernels are launched to compute
-    starts, to slice or to gather. Each chunk must take an input from the carry, or two chunks would be in memory at the
-    same time.
+    starts, to slice or to gather. Each chunk must take an input from the carry, and waits for the results of the one
+    before, or two chunks would be in memory at the same time.
     """
     carry, last = body(carry, Slice(full, length - full, None), first=True)
     if not full:
         return carry, last
     if unrolls and full // size < UNROLLED:
-        found = []
+        found = [last]
         for start in range(0, full, size):
-            carry, last = lax.optimization_barrier((carry, last))
+            carry, found[-1] = lax.optimization_barrier((carry, found[-1]))
             carry, one = body(carry, Slice(start, size, None), first=False)
             found.append(one)
-        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found, last)
+        return carry, jax.tree.map(lambda last, *parts: jnp.concatenate([*parts, last]), *found)
 
     def step(carry: T, index: Array) -> tuple[T, Any]:
         return body(carry, Slice(index * size, size, None), first=False)

@@ -296,6 +296,12 @@ def test_a_token_loss_launches_little_more_and_fits(shape: tuple[int, int]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", [LLAMA, GEMMA])
+def test_statistics_of_a_token_loss_fit(shape: tuple[int, int]) -> None:
+    check(compile_all([("token_stats", 8192, *shape, 0)], "h200", "mosaic"), {"token_stats": DEFAULT_MEMORY_BUDGET})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
 def test_a_loss_of_the_entropy_fits(implementation: str, target: str) -> None:
     found = compile_all([("token_entropy", 8192, *QWEN, 0)], target, implementation)
