@@ -36,6 +36,13 @@ def problem(
     return arrays
 
 
+def replaced(array: Any, index: Any, value: Any) -> Array:
+    """Returns `array.at[index].set(value)`, for which JAX would compile several programs for each shape."""
+    changed = np.array(array)
+    changed[index] = value
+    return jnp.asarray(changed)
+
+
 def planned(
     problem: Problem,
     stage: Stage,
@@ -59,6 +66,11 @@ def total(function: Any, arrays: dict[str, Any], **options: Any) -> Array:
         results = (linear_cross_entropy(**arrays, reduction=function, **options),)
     if function in ("mean", "sum"):
         return results[0]
+    return weighted_sum(results)
+
+
+@jax.jit
+def weighted_sum(results: tuple[Array, ...]) -> Array:
     terms = [result.reshape(-1) * (jnp.arange(result.size) / 8 - k) for k, result in enumerate(results)]
     return jnp.stack(terms).sum()
 

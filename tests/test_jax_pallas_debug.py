@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from compiling import quick_compilation
 from jax import Array
-from jax_problem import problem
+from jax_problem import problem, replaced
 from programs import Printed, each, python, run_checks
 
 from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
@@ -24,8 +24,8 @@ from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with
 def drawn(bad: int) -> tuple[dict[str, Any], Array]:
     """Returns arrays with an ignored row and with NaN in row `bad` of the input, created before JAX checks for NaN."""
     arrays = problem()
-    arrays["target"] = arrays["target"].at[3].set(-100)
-    return arrays, arrays["input"].at[bad].set(jnp.nan)
+    arrays["target"] = replaced(arrays["target"], 3, -100)
+    return arrays, replaced(arrays["input"], bad, np.nan)
 
 
 def results(function: str, x: Array, arrays: dict[str, Any], **options: Any) -> Any:

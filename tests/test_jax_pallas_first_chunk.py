@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import planned
+from jax_problem import planned, replaced
 from reductions import additions_in_l2  # noqa: F401
 from test_jax_pallas_hopper_gradients import ROUNDED, close, float64, use_programs
 from test_jax_pallas_scaled_exp import OPTIONS, by_xla, in_float32, interpret, over_chunks, over_slices, problem
@@ -124,7 +124,7 @@ def test_d_weight(dtype: Any, hidden: int, monkeypatch: pytest.MonkeyPatch) -> N
     use_programs(monkeypatch, 2)
     of_input, power = (jnp.float16, 2.0**-3) if dtype == jnp.float16 else (jnp.bfloat16, None)
     e = drawn(N, CLASSES, seed=0, dtype=of_input)
-    x = drawn(N + 20, hidden, seed=1, dtype=of_input).at[:7].set(jnp.nan)
+    x = replaced(drawn(N + 20, hidden, seed=1, dtype=of_input), np.s_[:7], np.nan)
     parts = stored(e, jnp.full((V, hidden), jnp.nan, dtype), PIECE)
     options: dict[str, Any] = {} if power is None else {"power": jnp.float32(power)}
     found = write_d_weight(parts[0], x, 7, parts[1], classes=CLASSES, rows=N, interpret=True, **options)
@@ -149,7 +149,7 @@ def test_d_input(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = rho[:, None] * (float64(e) @ float64(w)[:CLASSES]) + theta[:, None] * of_targets
     found = store_d_input(
         parts[0],
-        w.at[CLASSES:].set(jnp.nan),
+        replaced(w, np.s_[CLASSES:], np.nan),
         held,
         jnp.asarray(rho),
         jnp.asarray(theta),

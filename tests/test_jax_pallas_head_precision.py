@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import FUNCTIONS, gradients, planned, problem, total
+from jax_problem import FUNCTIONS, gradients, planned, problem, replaced, total
 
 import jax_pallas
 from jax_pallas import hopper_gradients, kernels, scaled_exp
@@ -200,7 +200,7 @@ def test_the_hopper_kernel_adds_both_halves_of_the_rows_of_targets(
     ours = planned(replace(ours, vocab_axis=vocab_axis), "loss_and_gradients", "mosaic", needs_grad)
     assert plan_of(ours).d_input_kernel
     target, ones = arrays["target"], jnp.ones(40)
-    e = jnp.zeros((40, 128), jnp.bfloat16).at[jnp.arange(40), target].set(1)
+    e = replaced(jnp.zeros((40, 128), jnp.bfloat16), (np.arange(40), target), 1)
     of_call: Any = SimpleNamespace(target=target, theta=-(1 + 2.0**-10) * ones)
     chunk = Slice(0, 40, None)
     found = scaled_exp._store_d_input(ours, of_call, chunk, e, jnp.full((40, 64), jnp.nan, jnp.bfloat16), ones)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax_problem import replaced
 from reductions import additions_in_l2  # noqa: F401
 
 from jax_pallas import hopper_common, hopper_gradients, input_grad, recompute, scaled_exp
@@ -174,7 +175,7 @@ def test_d_weight_that_one_kernel_starts_and_adds_to(
     x, found = sizes.bfloat16(sizes.tokens, sizes.hidden), jnp.full((sizes.vocab, sizes.hidden), jnp.nan, dtype)
     found, expected = sizes.head(found), np.zeros((sizes.classes, sizes.hidden))
     for start, rows in (192, 100), (0, 192):
-        e = sizes.e().at[rows:].set(0)
+        e = replaced(sizes.e(), np.s_[rows:], 0)
         shared = {
             "vocab": sizes.vocab,
             "classes": sizes.classes,
@@ -215,8 +216,9 @@ def test_d_weight_of_a_vocab_chunk(first: int, vocab_axis: int, monkeypatch: pyt
     sizes = Sizes(100, 100, 0, 192, 205, 384, vocab_axis)
     e, x, old = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.bfloat16(384, sizes.hidden, seed=2)
     seen = 11  # the previous vocabulary chunk has these classes
-    e = e.at[:, :seen].set(0)
-    more = jnp.full((88, e.shape[1]), jnp.nan, e.dtype).at[:24].set(0)  # zeros up to a multiple of 64 rows
+    e = replaced(e, np.s_[:, :seen], 0)
+    more = np.full((88, e.shape[1]), np.nan, e.dtype)
+    more[:24] = 0  # zeros up to a multiple of 64 rows
     found = add_d_weight(
         jnp.concatenate([e, more]),
         x,
@@ -298,9 +300,9 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     expected += theta[:, None] * float64(held)[own]
     expected += 0 if smooth is None else factor[:, None].astype(np.float64) * mean_row
-    w = w.at[sizes.classes :].set(jnp.nan)
-    e = e.at[: sizes.rows : 5].set(jnp.nan)
-    held = held.at[own[::7]].set(jnp.nan)
+    w = replaced(w, np.s_[sizes.classes :], np.nan)
+    e = replaced(e, np.s_[: sizes.rows : 5], np.nan)
+    held = replaced(held, own[::7], np.nan)
     found = store_d_input(
         e,
         sizes.head(w),
@@ -342,20 +344,20 @@ def test_d_input_of_a_float32_head(name: str, monkeypatch: pytest.MonkeyPatch) -
     rho[::5], theta[::7] = 0, 0
     # The halves' sums cancel: without its low half a row would be wrong by all of it.
     w = jnp.asarray(rng.standard_normal((sizes.vocab, sizes.hidden)), jnp.float32)
-    e = sizes.e().at[:, : sizes.classes].set(1)
+    e = replaced(sizes.e(), np.s_[:, : sizes.classes], 1)
     rounded = w[: sizes.classes].astype(jnp.bfloat16).astype(jnp.float32)
     w = w.at[: sizes.classes].add(-rounded.mean(0))
     pair = halves(jnp.asarray(rng.standard_normal((sizes.rows, sizes.hidden)), jnp.float32), jnp.bfloat16, 0)
     high, low = pair[: sizes.rows], pair[sizes.rows :]
     own = np.arange(sizes.start, sizes.start + sizes.rows)
-    held = jnp.full((sizes.tokens, sizes.hidden), 7, jnp.bfloat16).at[own].set(high)
+    held = replaced(jnp.full((sizes.tokens, sizes.hidden), 7, jnp.bfloat16), own, high)
     both = float64(halves(w[: sizes.classes], jnp.bfloat16, 0)).reshape(2, sizes.classes, -1).sum(0)
     expected = np.where(rho == 0, 0, rho)[:, None] * (float64(e)[: sizes.rows, : sizes.classes] @ both)
     expected += theta[:, None] * (float64(high) + float64(low))
     found = store_d_input(
-        e.at[: sizes.rows : 5].set(jnp.nan),
-        sizes.head(w.at[sizes.classes :].set(jnp.nan)),
-        held.at[own[::7]].set(jnp.nan),
+        replaced(e, np.s_[: sizes.rows : 5], np.nan),
+        sizes.head(replaced(w, np.s_[sizes.classes :], np.nan)),
+        replaced(held, own[::7], np.nan),
         jnp.asarray(rho),
         jnp.asarray(theta),
         jnp.int32(sizes.start),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax_problem import replaced
 
 from jax_pallas import hopper_common, hopper_logits
 from jax_pallas.launch import hopper_limits
@@ -207,7 +208,7 @@ def test_exponentials(name: str) -> None:
     if name in SPLIT_HEADS:  # more bits than bfloat16 has
         drawn["w"] = drawn["w"].astype(jnp.float32) * (1 + 2.0**-10)
     padding = (slice(None), slice(call.classes, None)) if call.vocab_axis else slice(call.classes, None)
-    drawn["w"] = drawn["w"].at[padding].set(jnp.nan)
+    drawn["w"] = replaced(drawn["w"], padding, np.nan)
     target = jnp.where(drawn["target"] < call.classes, drawn["target"], -1)
     launcher = in_parts if name in SPLIT_HEADS else None
     e, sums, tops, *of_target, others = run_exponentials(call, drawn, target=target, launcher=launcher)
@@ -246,8 +247,8 @@ def test_sums_without_stored_exponentials(name: str) -> None:
 def test_masked_classes_and_rows_of_nan() -> None:
     call = replace(CALLS["plain"], bias=True)
     drawn = call.drawn()
-    drawn["bias"] = drawn["bias"].at[::3].set(-jnp.inf)
-    drawn["x"] = drawn["x"].at[3].set(jnp.nan).at[7, 0].set(jnp.inf)
+    drawn["bias"] = replaced(drawn["bias"], np.s_[::3], -np.inf)
+    drawn["x"] = replaced(replaced(drawn["x"], 3, np.nan), (7, 0), np.inf)
     e, sums, *_ = run_exponentials(call, drawn)
     assert e is not None
     others = np.delete(np.arange(call.rows), [3, 7])
@@ -307,8 +308,8 @@ def test_statistics(name: str) -> None:
 def test_statistics_of_masked_classes() -> None:
     call = replace(CALLS["plain"], bias=True, classes=300)
     drawn = call.drawn()
-    drawn["bias"] = drawn["bias"].at[:256].set(-jnp.inf)  # the whole first block
-    drawn["x"] = drawn["x"].at[3].set(jnp.nan)
+    drawn["bias"] = replaced(drawn["bias"], np.s_[:256], -np.inf)  # the whole first block
+    drawn["x"] = replaced(drawn["x"], 3, np.nan)
     top, sum_exp, weighted_sum, sum_exp_log, *_ = run_statistics(call, drawn, weighted=False, statistics=ENTROPY)
     assert weighted_sum is None
     assert top is not None
@@ -328,7 +329,7 @@ def check_d_logits(call: Call, drawn: dict[str, Array], *, beta: bool, sigma: bo
     lse = np.log(np.exp(logits).sum(1)) + 1.0
     own, unread = np.arange(call.start, call.start + call.rows), ~np.asarray(drawn["contributes"])
     found = hopper_logits.d_logits(
-        drawn["x"].at[own[unread]].set(jnp.nan),
+        replaced(drawn["x"], own[unread], np.nan),
         drawn["w"],
         drawn["bias"] if call.bias else None,
         drawn["class_weight"] if call.class_weight else None,

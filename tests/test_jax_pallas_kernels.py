@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from jax_problem import replaced
 
 from benchmarks.jax_ptx import COMPILER
 from benchmarks.jax_ptx import environment as gpu_compiler
@@ -198,7 +199,7 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
     case = Case(softcap=4.0)
     problem = Problem(case)
     first_row, first_flag = 256, 3
-    target = jnp.full(512, -1, jnp.int32).at[first_row : first_row + ROWS : 2].set(7)
+    target = replaced(jnp.full(512, -1, jnp.int32), np.s_[first_row : first_row + ROWS : 2], 7)
     of_rows: Any = None
     spec = LossSpec("sum", softcap=4.0)
     ours = CallProblem(problem.x, problem.w, None, of_rows, of_rows, None, spec, case.classes)
@@ -255,8 +256,8 @@ def test_sort_by_target(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_non_finite_values_stay_in_their_row() -> None:
     case = Case("float32")
     problem = Problem(case)
-    x = problem.x.at[START + 3].set(jnp.nan).at[START + 140, 5].set(jnp.inf)
-    bias = jnp.zeros(case.vocab).at[:300].set(-jnp.inf)
+    x = replaced(replaced(problem.x, START + 3, np.nan), (START + 140, 5), np.inf)
+    bias = replaced(jnp.zeros(case.vocab), np.s_[:300], -np.inf)
     static_args = {**case.static_args, "classes": case.classes}
     ref_exponent = jnp.zeros(ROWS)
     problem.x = x
@@ -337,7 +338,7 @@ def test_d_logits(case: Case, form: str) -> None:
     expected -= tau[:, None] * (np.arange(case.classes) == target[:, None])
     expected *= problem.slope * contributes[:, None]
     unread = np.flatnonzero(~contributes)[0]
-    x = problem.x.at[START + unread].set(jnp.nan)
+    x = replaced(problem.x, START + unread, np.nan)
     for first, skip in ((0, 0), (37, 11)):
         found = run(x, jnp.int32(START), jnp.int32(first), jnp.int32(skip))
         assert found.dtype == DTYPES[case.dtype]

@@ -13,6 +13,7 @@ import pytest
 from jax import Array, lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
+from jax_problem import replaced
 from programs import Printed, each, python, run_checks
 
 from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
@@ -25,7 +26,7 @@ def drawn(dtype: Any, vocab_axis: int, n: int = 24, d: int = 64, v: int = 128) -
     arrays = {
         "input": jnp.asarray(random.standard_normal((n, d)), dtype),
         "linear_weight": jnp.asarray(random.standard_normal((v, d) if vocab_axis == 0 else (d, v)), dtype),
-        "target": jnp.asarray(random.integers(0, v, n), jnp.int32).at[3].set(-100),
+        "target": replaced(random.integers(0, v, n), 3, -100),
         "linear_bias": jnp.asarray(random.standard_normal(v), jnp.float32),
         "weight": jnp.asarray(random.uniform(0.5, 2, v), jnp.float32),
         "token_weight": jnp.asarray(random.uniform(0.5, 2, n), jnp.float32),

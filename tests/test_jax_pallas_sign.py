@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import planned
+from jax_problem import planned, replaced
 from programs import Printed, python, run_checks
 
 from jax_pallas import chunked, hopper_common, hopper_logits, recompute, row_math
@@ -161,7 +161,7 @@ def test_repaired_rows(implementation: str) -> None:
     x, w, _ = exact(160, 700)
     w = w.at[0, :32].add(-0.25)  # 128 below the others
     logits = logits_of(x, w)
-    y = jnp.asarray(logits.argmax(1), jnp.int32).at[::7].set(0)
+    y = replaced(logits.argmax(1).astype(np.int32), np.s_[::7], 0)
     confident = np.setdiff1d(np.arange(160), np.arange(0, 160, 7))
     found = np.asarray(linear_cross_entropy(x, w, y, reduction="none", implementation=implementation))
     assert_accurate(found[confident], logits[confident], y[confident])
@@ -176,8 +176,8 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     monkeypatch.setattr(hopper_common, "programs", lambda: 3)
     x, w, y = exact(160, 700)
     logits = logits_of(x, w)
-    y = y.at[::5].set(-1).at[1::5].set(699).at[64:100].set(7)
-    ref_exponent = jnp.floor(jnp.asarray(logits.max(1) * np.log2(np.e), jnp.float32))
+    y = replaced(replaced(replaced(y, np.s_[::5], -1), np.s_[1::5], 699), np.s_[64:100], 7)
+    ref_exponent = jnp.asarray(np.floor(logits.max(1) * np.log2(np.e)), jnp.float32)
     static_args: dict[str, Any] = {"classes": 700, "vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "rows": 160}
     static_args |= {"interpret": True}
     places = hopper_logits.chunk_places(y, 700, 160, 1)[0]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import problem
+from jax_problem import problem, replaced
 from test_jax_pallas_transforms import matmuls_in
 
 from jax_pallas import (
@@ -83,15 +83,15 @@ class Call:
 
     def __post_init__(self) -> None:
         arrays = problem(self.n, 8, self.v, dtype=self.dtype, vocab_axis=self.vocab_axis)
-        if self.options.get("vocab_size"):
-            arrays["target"] = arrays["target"] % self.options["vocab_size"]
-        arrays["target"] = arrays["target"].at[IGNORED].set(-100)
+        target = np.asarray(arrays["target"]) % self.options.get("vocab_size", self.v)
+        target[IGNORED] = -100
         if self.target is not None:
-            arrays["target"] = arrays["target"].at[-1].set(self.target)
-        arrays["token_weight"] = jnp.linspace(0.5, 2.0, self.n).at[EXCLUDED].set(0.0)
-        contributes = (arrays["target"] != -100) & (arrays["token_weight"] != 0)
-        arrays["input"] = jnp.where(contributes[:, None], arrays["input"], jnp.nan)
-        self.arrays, self.contributes = arrays, np.asarray(contributes)
+            target[-1] = self.target
+        weight = np.linspace(0.5, 2.0, self.n, dtype=np.float32)
+        weight[EXCLUDED] = 0
+        self.contributes = (target != -100) & (weight != 0)
+        changed = {"input": replaced(arrays["input"], ~self.contributes, np.nan)}
+        self.arrays = arrays | changed | {"target": jnp.asarray(target), "token_weight": jnp.asarray(weight)}
         # Near the log-probabilities, so that some ratios are clipped. Advantages have both signs, gamma is above 1.
         log_prob = np.where(self.contributes, self.reference().log_prob, 0.0)
         random = np.random.default_rng(1)
@@ -106,7 +106,7 @@ class Call:
         arithmetic: Arithmetic = EXACT,
     ) -> Any:
         options = {name: value for name, value in self.options.items() if name not in ("reduction", "normalizer")}
-        x, w, b = (np.asarray(self.arrays[name].astype(jnp.float32)) for name in NAMES)
+        x, w, b = (np.asarray(self.arrays[name], np.float32) for name in NAMES)
         w, y = (w if self.vocab_axis == 0 else w.T), np.where(self.contributes, self.arrays["target"], -100)
         given = {"linear_bias": b, "spec": LossSpec(**options), "arithmetic": arithmetic}
         return reference_log_probs(x, w, y, d_log_prob=d_log_prob, d_entropy=d_entropy, **given)
@@ -144,7 +144,7 @@ class Call:
             loss = linear_token_loss(x, w, y, function, *per_token, linear_bias=b, token_weight=t, **given)
             if given.get("reduction") != "none":
                 return loss, loss
-            return (loss * (jnp.arange(self.n) / 8 - 1)).sum(), loss
+            return (loss * (np.arange(self.n, dtype=np.float32) / 8 - 1)).sum(), loss
 
         chosen = [self.arrays[name] for name in NAMES]
         run = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
@@ -153,7 +153,7 @@ class Call:
         named["d_weight"] = named["d_weight"] if self.vocab_axis == 0 else named["d_weight"].T
         assert all(gradient.dtype == values.dtype for gradient, values in zip(d_per_token, self.per_token, strict=True))
         named |= {f"d_per_token{i}": value for i, value in enumerate(d_per_token)}
-        return {name: np.asarray(array.astype(jnp.float32)) for name, array in named.items()}
+        return {name: np.asarray(array, np.float32) for name, array in named.items()}
 
     def check(self, extra_roundings: float = 0.0, **options: Any) -> None:
         """Fails if an output exceeds its budget, with the percentage of it that each output used."""
@@ -231,7 +231,8 @@ def test_kernels_in_chunks(vocab_axis: int) -> None:
 
 
 def simple(n: int = 12) -> dict[str, Any]:
-    return problem(n, bias=False) | {"token_loss": scaled, "per_token": (jnp.linspace(-1.0, 2.0, n),)}
+    advantage = jnp.asarray(np.linspace(-1, 2, n), jnp.float32)
+    return problem(n, bias=False) | {"token_loss": scaled, "per_token": (advantage,)}
 
 
 def scaled(log_prob: Array, advantage: Array) -> Array:
@@ -364,11 +365,16 @@ def test_no_counted_token(case: str) -> None:
         assert loss_of(arrays, reduction="none").shape == (0,)
 
 
+def excluded_rows() -> dict[str, Any]:
+    """Returns a problem in which every third target is ignored and its per-token value is NaN."""
+    a = replaced(np.linspace(1, 2, 12, dtype=np.float32), np.s_[::3], np.nan)
+    return simple() | {"target": replaced(simple()["target"], np.s_[::3], -100), "per_token": (a,)}
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_rows_that_do_not_contribute_are_in_no_sum(reduction: Any) -> None:
     """The derivative of the loss is infinite for arguments of 0, which stand for the values of excluded rows."""
-    arrays = simple() | {"target": simple()["target"].at[::3].set(-100)}
-    arrays["per_token"] = (jnp.linspace(1.0, 2.0, 12).at[::3].set(jnp.nan),)
+    arrays = excluded_rows()
 
     def value(factor: Array, a: Array) -> Array:
         def token_loss(log_prob: Array, a: Array) -> Array:
@@ -394,7 +400,7 @@ def test_rows_that_do_not_contribute_are_in_no_sum(reduction: Any) -> None:
 def test_a_log_prob_that_is_nan_makes_the_row_nan(implementation: str, dtype: str, bad: str) -> None:
     """The target is not a class, or the input is NaN. The token loss does not propagate NaN."""
     arrays = simple() | problem(12, 8, 128, dtype=dtype, bias=False)
-    arrays[bad] = arrays[bad].at[4].set(128 if bad == "target" else jnp.nan)
+    arrays[bad] = replaced(arrays[bad], 4, 128 if bad == "target" else np.nan)
     arrays["token_loss"] = lambda log_prob, a: jnp.where(jnp.isnan(log_prob), 0.0, a * log_prob)
     options: dict[str, Any] = {"implementation": implementation}
     losses = loss_of(arrays, reduction="none", **options)
@@ -411,8 +417,8 @@ def test_a_log_prob_that_is_nan_makes_the_row_nan(implementation: str, dtype: st
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_log_prob_of_confident_tokens_is_0(dtype: str, reduction: Any) -> None:
-    x = jnp.eye(8, dtype=dtype) * 16
-    arrays: dict[str, Any] = {"input": x, "linear_weight": jnp.pad(x, ((0, 42), (0, 0))), "target": jnp.arange(8)}
+    x, w = (jnp.asarray(16 * np.eye(rows, 8), dtype) for rows in (8, 50))
+    arrays: dict[str, Any] = {"input": x, "linear_weight": w, "target": jnp.asarray(np.arange(8))}
 
     def token_loss(log_prob: Array) -> Array:
         return jnp.where((log_prob == 0) & ~jnp.signbit(log_prob), 1.0, 100.0)
@@ -568,8 +574,7 @@ def test_no_cache_keeps_what_a_token_loss_holds() -> None:
 
 
 def test_nan_checks_find_nothing_in_excluded_rows() -> None:
-    arrays = simple() | {"target": simple()["target"].at[::3].set(-100), "token_loss": lambda p, a: p * jnp.sqrt(a)}
-    arrays["per_token"] = (jnp.linspace(1.0, 2.0, 12).at[::3].set(jnp.nan),)
+    arrays = excluded_rows() | {"token_loss": lambda p, a: p * jnp.sqrt(a)}
     with jax.debug_nans(True):
         for reduction in ("mean", "none"):
             gradients(lambda a, r=reduction: loss_of(a, reduction=r).sum(), arrays, ("input", "linear_weight"))
@@ -593,7 +598,7 @@ def test_each_statistic_alone_is_as_among_all(name: str, reduction: Any) -> None
 
 
 def test_the_lowest_of_equal_logits_is_the_argmax() -> None:
-    w = jnp.zeros((700, 2)).at[jnp.array([3, 500, 699])].set(1.0)  # in several vocabulary chunks of a small budget
+    w = replaced(np.zeros((700, 2), np.float32), [3, 500, 699], 1.0)  # in several vocabulary chunks of a small budget
     arrays = jnp.ones((3, 2)), w, jnp.array([3, 500, 4]), jnp.negative
     for implementation, most in (("chunked", None), ("chunked", 30_000), ("pallas_triton", None)):
         options: dict[str, Any] = {"implementation": implementation, "memory_budget": most}
@@ -647,9 +652,9 @@ def test_log_probs_are_those_of_linear_log_probs_bit_for_bit() -> None:
     x[far] *= 40
     x, w = (jnp.asarray(one, jnp.bfloat16) for one in (x, rng.standard_normal((v, 32)) / 4))
     y = jnp.asarray(rng.integers(0, v, n), jnp.int32)
-    half = jnp.where(jnp.asarray(rng.uniform(size=n) < 0.5), y, -100).at[jnp.array(far)].set(-100)  # no repair
-    want = linear_log_probs(x, w, y, implementation="pallas_triton")
-    assert (want.log_prob[jnp.array(far)] < -45).all()
+    half = replaced(np.where(rng.uniform(size=n) < 0.5, y, -100), far, -100)  # no repair
+    want = jax.tree.map(np.asarray, linear_log_probs(x, w, y, implementation="pallas_triton"))
+    assert (want.log_prob[far] < -45).all()
 
     def of_token_loss(x: Array, w: Array, y: Array, most: int | None) -> tuple[Array, TokenStats]:
         options: dict[str, Any] = {"memory_budget": most, "implementation": "pallas_triton"}
@@ -657,9 +662,9 @@ def test_log_probs_are_those_of_linear_log_probs_bit_for_bit() -> None:
 
     for target, most in ((y, None), (y, 2**19), (half, 2**19)):
         (_, found), _ = jax.value_and_grad(of_token_loss, (0, 1), has_aux=True)(x, w, target, most)
-        counts = target >= 0
-        assert np.array_equal(found.log_prob[counts], want.log_prob[counts])
-        assert np.array_equal(found.lse[counts], want.lse[counts])
+        counts = np.asarray(target) >= 0
+        assert np.array_equal(np.asarray(found.log_prob)[counts], want.log_prob[counts])
+        assert np.array_equal(np.asarray(found.lse)[counts], want.lse[counts])
 
 
 @pytest.mark.parametrize(
@@ -683,7 +688,7 @@ def batched(arrays: dict[str, Any], size: int = 3) -> dict[str, Any]:
     def split(array: Array) -> Array:
         return array.reshape(size, -1, *array.shape[1:])
 
-    rows = {"input": split(arrays["input"]), "target": split(arrays["target"]).at[1, 1:].set(-100)}
+    rows = {"input": split(arrays["input"]), "target": replaced(split(arrays["target"]), np.s_[1, 1:], -100)}
     return arrays | rows | {"per_token": tuple(map(split, arrays["per_token"]))}
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import ARGUMENTS, FUNCTIONS, gradients, materialized, problem, total
+from jax_problem import ARGUMENTS, FUNCTIONS, gradients, materialized, problem, replaced, total
 
 from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
 from jax_pallas.ops import RESIDUAL
@@ -104,7 +104,7 @@ def batched_problem() -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays of one shared head, input (B, N, D) and target (B, N)."""
     shared = problem(12 * BATCH)
     rows = {"input": shared.pop("input").reshape(BATCH, 12, 8), "target": shared.pop("target").reshape(BATCH, 12)}
-    rows["target"] = rows["target"].at[1, 3:].set(-100)
+    rows["target"] = replaced(rows["target"], np.s_[1, 3:], -100)
     return shared, rows
 
 
