@@ -1,6 +1,7 @@
 """Small random problems as JAX arrays, for the tests of jax_pallas that do not use the table of cases."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ def problem(
     return arrays
 
 
-def replaced(array: Any, index: Any, value: Any) -> Array:
+def replaced(array: Any, index: Any, value: Any) -> Any:
     """Returns `array.at[index].set(value)`, for which JAX would compile several programs for each shape."""
     changed = np.array(array)
     changed[index] = value
@@ -85,6 +86,7 @@ def gradients(function: Any, arrays: dict[str, Any], names: tuple[str, ...] = AR
     return jax.grad(value)(chosen, {name: array for name, array in arrays.items() if name not in chosen})
 
 
+@partial(jax.jit, static_argnums=1)
 def materialized(arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
     """Returns the (N, V) logits in float32."""
     w = arrays["linear_weight"] if vocab_axis == 1 else arrays["linear_weight"].T

@@ -64,7 +64,7 @@ def nll_of(logits: np.ndarray, target: Array) -> np.ndarray:
 def unfused(logits: np.ndarray, target: Array) -> np.ndarray:
     """Returns the negative log-likelihood from materialized float32 logits."""
     log_probs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
-    return -np.asarray(log_probs[jnp.arange(len(target)), target], np.float64)
+    return -np.asarray(log_probs, np.float64)[np.arange(len(target)), np.asarray(target)]
 
 
 def assert_accurate(found: Any, logits: np.ndarray, target: Array, below: float = np.inf) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ MATMULS = {
 }
 
 
+@partial(jax.jit, static_argnums=(0, 2))
 def expected(function: str, arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
     """Computes `total` from materialized logits. jax.grad differentiates it."""
     logits = materialized(arrays, vocab_axis)
@@ -40,7 +42,13 @@ def expected(function: str, arrays: dict[str, Any], vocab_axis: int = 0) -> Arra
 
 
 def expected_gradients(function: str, arrays: dict[str, Any], names: tuple[str, ...], vocab_axis: int = 0) -> Any:
-    chosen = {name: arrays[name] for name in names}
+    found = all_gradients(function, arrays, vocab_axis)
+    return {name: found[name] for name in names}
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def all_gradients(function: str, arrays: dict[str, Any], vocab_axis: int) -> dict[str, Array]:
+    chosen = {name: arrays[name] for name in ARGUMENTS if name in arrays}
     return jax.grad(lambda chosen: expected(function, arrays | chosen, vocab_axis))(chosen)
 
 
