@@ -53,11 +53,11 @@ def close(found: Any, expected: np.ndarray, tolerance: float = ROUNDED) -> None:
 
 def close_sums(found: Array, expected: np.ndarray, in_l2: float, chunks: int = 1) -> None:
     """Compares sums of chunks, of which so large a share of each tile was added in L2: these were rounded once more."""
-    found_ = np.asarray(found)
+    values = float64(found)
     once = np.arange(len(expected)) % BLOCK_V < (1 - in_l2) * BLOCK_V
     for part, roundings in (once, chunks), (~once, chunks + 1):
         if part.any():
-            close(found_[part], expected[part], roundings * ROUNDED)
+            close(values[part], expected[part], roundings * ROUNDED)
 
 
 class Sizes(NamedTuple):
