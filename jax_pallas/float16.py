@@ -23,11 +23,14 @@ from jax_pallas import kernels
 from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import (
+    BLOCKS_AT_ONCE,
     FINISHED_COLUMNS,
     FIRST_FLAG,
     FIRST_OF_X,
+    FIRST_ROW,
     IN_A_NUMBER,
     LOG2_E,
+    SMALL_BLOCK,
     CallRows,
     Exponentials,
 )
@@ -61,13 +64,13 @@ class Pieces(NamedTuple):
 OF_HOPPER, OF_TRITON = Pieces(CLASS_BLOCK, 32), Pieces(TRITON_CLASS_BLOCK, TRITON_CLASS_BLOCK)
 
 
-def place(problem: Problem, rows: CallRows, chunk: Slice, x: Array, start: Array | int) -> CallRows:
-    """Returns the rows of the call, with reference exponents from estimates of the lse in a chunk: (48). Its rows are
-    those of x (N, D) from `start` on.
+def place(problem: Problem, rows: CallRows, x: Array) -> CallRows:
+    """Returns the rows of the call x (N, D) with reference exponents from estimates of the lse: (48), and with the
+    largest magnitude in each.
 
     The sample has the classes of a class block, at equal distances. The logits of its classes are a small matmul.
     """
-    classes, spec, plan = problem.classes, problem.spec, plan_of(problem)
+    classes, spec, plan, call = problem.classes, problem.spec, plan_of(problem), Slice(0, problem.tokens, None)
     of_kernels = kernels
     if plan.hopper:
         from jax_pallas import hopper_logits as of_kernels
@@ -80,10 +83,10 @@ def place(problem: Problem, rows: CallRows, chunk: Slice, x: Array, start: Array
         w,
         None if bias is None else bias[sampled].astype(jnp.float32),
         None,
-        start,
         0,
         0,
-        rows=chunk.size,
+        0,
+        rows=call.size,
         classes=size,
         vocab_axis=0,
         logit_scale=spec.logit_scale,
@@ -93,14 +96,16 @@ def place(problem: Problem, rows: CallRows, chunk: Slice, x: Array, start: Array
     )
     assert top is not None
     assert total is not None
-    target = chunk.of(rows.ref_exponent)  # of the target's logit, so far
+    target = call.of(rows.ref_exponent)  # of the target's logit, so far
+    top, total = top[0], total[0]
     top = jnp.where(jnp.abs(top) < jnp.inf, top * LOG2_E, -jnp.inf)
     shift = jnp.maximum(top, target)
     others = 1.0 + classes / size * (total - 1.0)
     sample = jnp.where(top > -jnp.inf, jnp.exp2(top - shift) * others, 0.0)
     lse = shift + jnp.log2(jnp.exp2(target - shift) + sample)
-    placed = jnp.where(target < jnp.inf, jnp.floor(lse + 0.5) - PLACE, jnp.inf)  # inf: there is no row
-    return rows._replace(ref_exponent=chunk.put(rows.ref_exponent, placed))
+    placed = jnp.where(call.of(rows.row_weight) != 0, jnp.floor(lse + 0.5) - PLACE, target)
+    largest_x = jnp.abs(x).max(1).astype(jnp.float32)
+    return rows._replace(ref_exponent=call.put(rows.ref_exponent, placed), largest_x=largest_x)
 
 
 class Fitted(NamedTuple):
@@ -114,47 +119,40 @@ class Fitted(NamedTuple):
     power: Array  # () float32, the factor of e^T x
 
 
-BLOCKS_AT_ONCE = 256  # class blocks
-
-
 def measure_kernel(
     _options: None, place_ref: Any, flag_ref: Any, rho_ref: Any, scale_ref: Any, low_ref: Any, high_ref: Any,
-    x_ref: Any, shift_ref: Any, scaled_rho_ref: Any, largest_ref: Any,
+    largest_x_ref: Any, _: Any, theta_ref: Any, shift_ref: Any, scaled_rho_ref: Any, largest_ref: Any,
 ) -> None:  # fmt: skip
     """Writes, (rows,) float32 each, the largest shift of a row, 0 if it does not contribute or was computed again, rho
-    times that power of two and times scale (), and the largest magnitude of that factor times x (N, D), 0 if it is not
-    finite.
+    times that power of two and times scale (), and the magnitude of that factor times largest_x (N,), 0 if it is not
+    finite. Multiplies the rows' theta, at their places in the call, by scale.
 
     low and high (class blocks, rows or more) hold the shifts of the pieces of a class block; high may be None. One
-    program owns a row.
+    program owns SMALL_BLOCK rows.
     """
-    row = pl.program_id(0)
-    rho, block = rho_ref[row], lax.div(row, jnp.int32(ROW_BLOCK))
-    again = flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
+    first = pl.program_id(0) * SMALL_BLOCK
+    row, block = arange(first, SMALL_BLOCK), lax.div(first, jnp.int32(ROW_BLOCK))
+    inside, at = row < rho_ref.shape[0], place_ref[FIRST_ROW] + row
+    rho, again = load(rho_ref, row, mask=inside), flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
 
-    def shift_step(index: Any, most: Array) -> Array:
+    def step(index: Any, most: Array) -> Array:
         block = arange(index * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE)
+        mask = (block < low_ref.shape[0])[:, None] & inside[None, :]
         for ref in (low_ref, high_ref) if high_ref is not None else (low_ref,):
-            packed = load(ref, block, jnp.zeros_like(block) + row, mask=block < ref.shape[0]).astype(jnp.int32)
+            packed = load(ref, block[:, None], row[None, :], mask=mask).astype(jnp.int32)
             for i in range(IN_A_NUMBER):
                 most = jnp.maximum(most, (packed >> (8 * i)) & 255)
         return most
 
-    none, steps = jnp.zeros(BLOCKS_AT_ONCE, jnp.int32), pl.cdiv(low_ref.shape[0], BLOCKS_AT_ONCE)
-    most = lax.fori_loop(0, steps, shift_step, none).max().astype(jnp.float32)
-    shift = jnp.where(again | (rho == 0), 0.0, most)
-    rho *= jnp.exp2(shift) * scale_ref[0]
-    hidden, place = x_ref.shape[1], place_ref[FIRST_OF_X] + row
-
-    def x_step(index: Any, largest: Array) -> Array:
-        column = arange(index * FINISHED_COLUMNS, FINISHED_COLUMNS)
-        mask = (column < hidden) & (place < x_ref.shape[0])
-        return jnp.maximum(largest, jnp.abs(load(x_ref, place, column, mask=mask).astype(jnp.float32)))
-
-    largest = lax.fori_loop(0, pl.cdiv(hidden, FINISHED_COLUMNS), x_step, jnp.zeros(FINISHED_COLUMNS, jnp.float32))
-    largest = jnp.abs(rho) * largest.max()
-    shift_ref[row], scaled_rho_ref[row] = shift, rho
-    largest_ref[row] = jnp.where(largest < jnp.inf, largest, 0.0)
+    none, steps = jnp.zeros((BLOCKS_AT_ONCE, SMALL_BLOCK), jnp.int32), pl.cdiv(low_ref.shape[0], BLOCKS_AT_ONCE)
+    most = lax.fori_loop(0, steps, step, none).max(0).astype(jnp.float32)
+    shift, scale = jnp.where(again | (rho == 0), 0.0, most), scale_ref[0]
+    rho *= jnp.exp2(shift) * scale
+    largest = jnp.abs(rho) * load(largest_x_ref, at, mask=inside & (at < largest_x_ref.shape[0]))
+    of_row = (shift_ref, shift), (scaled_rho_ref, rho), (largest_ref, jnp.where(largest < jnp.inf, largest, 0.0))
+    for ref, values in of_row:
+        store(ref, row, values=values, mask=inside)
+    store(theta_ref, at, values=load(theta_ref, at, mask=inside) * scale, mask=inside)
 
 
 def align_kernel(
@@ -213,20 +211,18 @@ def align_kernel(
 
 def fit(
     rows: CallRows,
-    chunk: Slice,
     place: Array,
     size: int,
     found: Exponentials,
     e: Array,
     x: Array,
-    start: Array | int,
     rho: Array,
     *,
     scales_x: bool,
     scales: tuple[Array, Array] | None,
 ) -> Fitted:
     """Prepares a chunk of `size` rows for the matmuls of the gradients, after `row_kernels.finish_rows`, whose rho is
-    `rho`, and e and `found.others` its exponentials. The rows are those of x (N, D) from `start` on.
+    `rho`, and e and `found.others` its exponentials. Its rows start at row place[FIRST_OF_X] of x (N, D).
 
     Args:
         scales: powers of two of d_input and of the head's gradients.
@@ -234,15 +230,16 @@ def fit(
     """
     assert found.shifts is not None
     assert rows.theta is not None
+    assert rows.largest_x is not None
     scale = head = jnp.float32(1.0)
     if scales is not None:
         scale, head = scales[0], scales[1] / scales[0]
-        rows = rows._replace(theta=chunk.put(rows.theta, chunk.of(rows.theta) * scale))
     shifts = found.shifts, found.shifts_high
-    operands = place, rows.flag, rho, scale[None], *shifts, x
+    operands = place, rows.flag, rho, scale[None], *shifts, rows.largest_x, rows.theta
     of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
-    shift, rho, largest = run(measure_kernel, None, operands, (of_row, of_row, of_row), (size,), warps=4, stages=1)
-    exponent = chunk_exponent(largest)
+    results, grid = (rows.theta, of_row, of_row, of_row), (pl.cdiv(size, SMALL_BLOCK),)
+    theta, shift, rho, largest = run(measure_kernel, None, operands, results, grid, in_place=1, warps=4, stages=1)
+    rows, exponent = rows._replace(theta=theta), chunk_exponent(largest)
     operands = place, rho * power_of_two(-exponent), shift, *shifts
     of_x = x if scales_x else None
     written = e, found.others, of_x

@@ -47,6 +47,7 @@ class CallRows(NamedTuple):
     target_logit: Array  # NaN where the target is not a class
     largest: Array | None  # logit
     theta: Array | None
+    largest_x: Array | None = None  # (N,), of float16: the largest magnitude in a row of the input
 
 
 class Exponentials(NamedTuple):

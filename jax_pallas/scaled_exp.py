@@ -218,6 +218,8 @@ def _run(
         largest=statistics & MAX != 0,
         gradients=gradients,
     )
+    if plan_of(problem).fits_float16:
+        rows = float16.place(problem, rows, problem.input if held is None else held)
     places = _call_places(problem, target, others + 1)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
@@ -350,8 +352,6 @@ def _chunk(
         x, start = jnp.pad(problem.rows(chunk), ((0, size - chunk.size), (0, 0))), 0
     else:  # a row reaches no sum but its own, so rows that do not contribute may stay
         x, start = problem.input, chunk.start
-    if plan_of(problem).fits_float16:
-        rows = float16.place(problem, rows, Slice(chunk.start, size, None), x, start)
     first_flag = chunk.start // config.rows * row_kernels.chunk_flags(config.rows)
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
@@ -385,7 +385,7 @@ def _chunk(
         rho = rho / jnp.pad(unit_scale, (0, size - chunk.size), constant_values=1.0)
     if fits and e is not None and rho is not None:
         rows, e, others, scaled, rho, power = float16.fit(
-            rows, chunk, place, size, found, e, x, start, rho, scales_x=scales_x, scales=scales
+            rows, place, size, found, e, x, rho, scales_x=scales_x, scales=scales
         )
         found = found._replace(others=others)
     if hook is None and statistics & OF_LOGITS & ~MAX:

@@ -39,7 +39,8 @@ def test_shifted_sums_are_below_2_to_the_15(total: float, shift: int) -> None:
 @pytest.mark.parametrize("scales", [None, (64.0, 8.0)])
 def test_fit(scales: Any, pieces: float16.Pieces, piece: int) -> None:
     """The third row does not contribute. A row that was computed again has no shift. The exponentials of a first chunk
-    past the first `piece` classes are in the memory of d_weight, in two groups."""
+    past the first `piece` classes are in the memory of d_weight, in two groups. The first row of the call is in another
+    chunk."""
     n, d, blocks = 4, 24, 4 if piece else 2
     memory = jnp.full((300, 2 * CLASS_BLOCK + 16), 7, jnp.float16)
 
@@ -59,15 +60,15 @@ def test_fit(scales: Any, pieces: float16.Pieces, piece: int) -> None:
     flag = jnp.array([1, 1], jnp.int32)
     zeros = jnp.zeros((blocks, n))
     for again in (False, True):
-        rows = CallRows(*[jnp.zeros(n)] * 10)._replace(flag=flag * again, theta=jnp.asarray(theta))
+        rows = CallRows(*[jnp.zeros(n)] * 10)._replace(flag=flag * again, theta=jnp.array([7.0, *theta]))
+        rows = rows._replace(largest_x=jnp.array([1e6, *np.abs(x[2:]).max(1).astype(np.float32)]))
         own, others = parts(e)
         found = Exponentials(None, zeros, None, zeros, zeros, shifts=packed[0], shifts_high=packed[1], others=others)
-        chunk, place = Slice(0, n, None), jnp.array([0, 0, 2, n], jnp.int32)
-        as_scales = None if scales is None else tuple(map(jnp.float32, scales))
-        got = float16.fit(
-            rows, chunk, place, n, found, own, jnp.asarray(x), 2, jnp.asarray(rho),
-            scales_x=True, scales=as_scales,
-        )  # fmt: skip
+        place, as_scales = (
+            jnp.array([1, 0, 2, n], jnp.int32),
+            None if scales is None else tuple(map(jnp.float32, scales)),
+        )
+        got = float16.fit(rows, place, n, found, own, jnp.asarray(x), jnp.asarray(rho), scales_x=True, scales=as_scales)
         assert got.x is not None
         first, second = scales or (1.0, 1.0)
         most = np.zeros(n, int) if again else shifts.max(1) * (rho != 0)
@@ -76,7 +77,7 @@ def test_fit(scales: Any, pieces: float16.Pieces, piece: int) -> None:
             assert (part is None) == (wanted_part is None)
             np.testing.assert_array_equal(part, wanted_part)
         np.testing.assert_array_equal(got.rho, rho * 2.0**most * np.float32(first))
-        np.testing.assert_array_equal(got.rows.theta, theta * np.float32(first))
+        np.testing.assert_array_equal(got.rows.theta, [7.0, *theta * np.float32(first)])
         # The largest element is as large as is allowed, and the product with the power is rho x.
         largest = np.abs(np.asarray(got.x[2:], np.float32)).max()
         assert 2**14 <= largest <= 2**15
