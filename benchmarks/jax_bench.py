@@ -30,6 +30,7 @@ from benchmarks.methods import (
     UnavailableError,
     describe,
     floor_padding,
+    floor_scale,
     row_figures,
 )
 from benchmarks.shapes import Mode, Objective, Shape
@@ -212,14 +213,14 @@ def _reference(
 
 
 @partial(jax.jit, compiler_options=UNTUNED)
-def _d_logits(x: Array, w: Array, y: Array) -> Array:
-    """d_logits of the mean loss in the input's dtype, for the floor."""
+def _d_logits(x: Array, w: Array, y: Array, scale: float) -> Array:
+    """(p - onehot) * scale in the input's dtype, for the floor."""
     rows = math.gcd(len(x), REFERENCE_ROWS)
 
     def chunk(part: tuple[Array, Array]) -> Array:
         x, y = part
         p = jax.nn.softmax(jnp.dot(x, w.T, preferred_element_type=jnp.float32), axis=1)
-        return (p.at[jnp.arange(rows), y].add(-1.0) / len(part[0])).astype(w.dtype)
+        return (p.at[jnp.arange(rows), y].add(-1.0) * scale).astype(w.dtype)
 
     parts = jax.tree.map(lambda array: array.reshape(-1, rows, *array.shape[1:]), (x, y))
     return lax.map(chunk, parts).reshape(len(x), -1)
@@ -352,11 +353,12 @@ class JaxProblem:
         return Floor(self._matmuls(mode, padding), padding)
 
     def _matmuls(self, mode: Mode, padding: int) -> Callable[[], Any]:
-        """Returns the bare matmuls, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time."""
+        """Returns the bare matmuls, on the d_logits of the loss (`floor_scale`), `FLOOR_ROWS` rows at a time."""
         rows = math.gcd(self.shape.n, FLOOR_ROWS)
         if padding not in self._floor_arrays:
             x, weight = self.input[:rows], self.weight
-            d_logits = _d_logits(x, weight, self.target[:rows])
+            scale = floor_scale(self.input.dtype.name, self.shape.n)
+            d_logits = _d_logits(x, weight, self.target[:rows], scale)
             if padding:
                 weight, d_logits = jnp.pad(weight, ((0, padding), (0, 0))), jnp.pad(d_logits, ((0, 0), (0, padding)))
             self._floor_arrays = {padding: (x, weight, d_logits)}  # those of another padding go

@@ -225,6 +225,15 @@ def floor_padding(
     return padding if pairs.figures()["ratio"] < 1 else 0
 
 
+def floor_scale(dtype: str, tokens: int) -> float:
+    """Returns what multiplies p - onehot in d_logits of the floor: 1 / tokens, as in the mean loss, or 1 in float16.
+
+    In float16, 96 to 99.9% of the d_logits of the mean loss are 0. The GPU draws less power for zeros, so its clock is
+    higher, and the matmuls take 5 to 7% less time than with numbers that do not underflow.
+    """
+    return 1.0 if dtype == "float16" else 1 / tokens
+
+
 def by_name(methods: Sequence[Method]) -> dict[str, Method]:
     return {method.name: method for method in methods}
 

@@ -25,6 +25,7 @@ from benchmarks.methods import (
     Program,
     UnavailableError,
     floor_padding,
+    floor_scale,
     row_figures,
 )
 from benchmarks.shapes import Mode, Objective, Shape
@@ -319,17 +320,18 @@ class TorchProblem:
         return Floor(self._matmuls(mode, padding), padding)
 
     def _matmuls(self, mode: Mode, padding: int) -> Callable[[], Any]:
-        """Returns the bare matmuls, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time.
+        """Returns the bare matmuls, on the d_logits of the loss (`floor_scale`), `FLOOR_ROWS` rows at a time.
 
         Later rows overwrite d_weight instead of adding to it: the floor moves no byte that the matmuls do not need.
         """
         if padding not in self._floors:
             rows, v = min(self.shape.n, FLOOR_ROWS), self.shape.v + padding
             d_logits = torch.zeros(rows, v, dtype=self.dtype, device=self.device)
+            scale = floor_scale(self.dtype_name, self.shape.n)
             for index in torch.arange(rows, device=self.device).split(max(1, REFERENCE_LOGITS // self.shape.v)):
                 p = torch.softmax((self.input[index] @ self.weight.T).float(), 1)
                 p.scatter_add_(1, self.target[index][:, None], p.new_full((len(index), 1), -1.0))
-                d_logits[index, : self.shape.v] = (p / self.shape.n).to(self.dtype)
+                d_logits[index, : self.shape.v] = p.mul_(scale).to(self.dtype)
             weight = torch.nn.functional.pad(self.weight, (0, 0, 0, padding)) if padding else self.weight
             buffers = {
                 "weight": weight,

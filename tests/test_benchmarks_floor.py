@@ -44,3 +44,13 @@ def test_the_padded_floor_runs_the_matmuls_of_the_padded_weight(framework: str) 
         assert float(abs(d_input).sum()) > 0
         problem.forget()
         assert problem.floor(MODES["train"]).padding == faster
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1 / SHAPES["smoke"].n), ("float16", 1.0)])
+def test_d_logits_of_the_floor_do_not_underflow(framework: str, dtype: str, scale: float) -> None:
+    """In float16, most d_logits of a mean are 0, and a matmul of zeros is faster."""
+    problem: Any = linear_ce.open_bench(framework, "cpu").problem(SHAPES["smoke"], dtype, "random")
+    problem._matmuls(MODES["train"], 0)
+    d_logits = problem._floors[0]["d_logits"] if framework == "torch" else problem._floor_arrays[0][2]
+    assert 0.5 * scale < float(abs(d_logits).max()) < 1.01 * scale
