@@ -1,6 +1,7 @@
 """The arguments of the public functions: their checks, and a call with leading axes made one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -14,8 +15,10 @@ from torch.autograd import forward_ad
 from core_triton import ops
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo
+from core_triton.problem import layout_of
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
+from core_triton.vocab_shard import REDUCE_DTYPES, check_agreement, check_group, joint_normalizer, shard_of
 from linear_ce.spec import (
     ArrayInfo,
     LossSpec,
@@ -91,6 +94,26 @@ def spec_of(*options: Any) -> LossSpec:
     return LossSpec(*options) if torch.compiler.is_compiling() else _cached_spec(*options)
 
 
+class Decision(NamedTuple):
+    """What `decide` found."""
+
+    classes: int  # K
+    memory_budget: int
+    saved_budget: int
+    implementation: str
+    offset: int  # class index of linear_weight's first row
+    shard_rows: int  # of the largest shard; 0 where linear_weight is the whole head
+
+
+class Groups(NamedTuple):
+    """The arguments of a call that name process groups."""
+
+    vocab_group: Any = None
+    token_group: Any = None
+    reduce_dtype: torch.dtype = torch.float32
+    check_agreement: bool = False
+
+
 def decide(
     spec: LossSpec,
     device: torch.device,
@@ -99,16 +122,26 @@ def decide(
     implementation: str | None,
     batch_invariant: bool,
     saved_budget: int,
+    rank: int = 0,
+    ranks: int = 0,
     gpu: DeviceInfo | None = None,
-) -> tuple[int, int, int, str]:
-    """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, saved budget and
-    implementation."""
+) -> Decision:
+    """Checks shapes, dtypes and what else does not depend on values. The head is the shard of `rank` of `ranks`, or
+    whole where `ranks` is 0."""
     named = {name: ArrayInfo(tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in infos}
-    check_arrays(spec=spec, **named)  # pyright: ignore[reportArgumentType]
+    offset = rows = 0
+    classes = None
+    if ranks and len(named["linear_weight"].shape) == 2:
+        offset, rows, classes = shard_of(named["linear_weight"].shape[0], rank, ranks, spec.vocab_size)
+    check_arrays(spec=spec, classes=classes, **named)  # pyright: ignore[reportArgumentType]
     budget = check_memory_budget(memory_budget)
     into, precision = "grad_into" in named, spec.head_precision
     saved_budget = check_saved_budget(saved_budget, spec.reduction, grad_into=into, head_precision=precision)
     chosen = choose(device, implementation, gpu)
+    if ranks and saved_budget:
+        raise ValueError(f"saved_budget must be 0 with vocab_group, got {saved_budget}")
+    if ranks and batch_invariant:
+        raise ValueError("batch_invariant must be False with vocab_group: its matmuls are cuBLAS's, got True")
     check_batch_invariant(
         batch_invariant,
         label_smoothing=spec.label_smoothing,
@@ -116,10 +149,15 @@ def decide(
         implementation=chosen.name,
         reason=chosen.reason,
     )
-    return spec.classes(named["linear_weight"].shape[0]), budget, saved_budget, chosen.name
+    if classes is None:
+        classes = spec.classes(named["linear_weight"].shape[0])
+    return Decision(classes, budget, saved_budget, chosen.name, offset, rows)
 
 
 _cached_decide = _cached(decide, 4096)
+
+
+NO_GROUPS = Groups()
 
 
 class Call(NamedTuple):
@@ -146,6 +184,7 @@ def prepare(
     grad_into: Tensor | None,
     batch_invariant: bool,
     saved_budget: int = 0,
+    groups: Groups = NO_GROUPS,
 ) -> Call:
     """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()
@@ -189,8 +228,23 @@ def prepare(
         infos.append((name, tensor.shape, tensor.dtype))
     checked = decide if compiling else _cached_decide
     how = memory_budget, implementation, batch_invariant, saved_budget
-    classes, budget, saved_budget, chosen = checked(spec, device, tuple(infos), *how)
+    name, rank, ranks, reduce_dtype = _vocab_group(groups)
+    found = checked(spec, device, tuple(infos), *how, rank, ranks)
+    classes = found.classes
     class_weight = None if weight is None else weight[:classes].float()
+    if any(group is not None for group in groups[:2]):
+        differentiated = tuple(one is not None and one.requires_grad for one in (input, linear_weight, linear_bias))
+        aligned = compiling or layout_of(linear_weight).aligned
+        shapes = input.shape, input.dtype, target.shape, linear_weight.dtype, aligned
+        given = {
+            "the shapes and dtypes of input and target and linear_weight's dtype": shapes,
+            "reduction": spec.reduction,
+            "the other options": (replace(spec, reduction="sum"), classes, found.shard_rows, str(reduce_dtype)),
+            "which arguments require grad": (torch.is_grad_enabled(), *differentiated, grad_into is not None),
+            "memory_budget": found.memory_budget,
+            "implementation": found.implementation,
+        }
+        spec, normalizer = _join(groups, spec, given, normalizer, target, class_weight, classes)
     token_weight = None if token_weight is None else _flat(token_weight, 1)
     return Call(
         spec,
@@ -204,14 +258,64 @@ def prepare(
             spec.softcap,
             spec.logit_scale,
             classes,
-            budget,
-            chosen,
+            found.memory_budget,
+            found.implementation,
             spec.splits_head,
-            saved_budget,
+            found.saved_budget,
             batch_invariant,
+            name,
+            ranks,
+            found.offset,
+            found.shard_rows,
+            reduce_dtype,
         ),
         check_grad_into(grad_into, input, linear_weight),
     )
+
+
+def _vocab_group(groups: Groups) -> tuple[str, int, int, str]:
+    """Returns the name of the group whose ranks have shards of the head ("" where the head is whole), this rank, the
+    number of ranks, and the name of reduce_dtype."""
+    reduce_dtype = REDUCE_DTYPES.get(groups.reduce_dtype)
+    if reduce_dtype is None:
+        raise ValueError(f"reduce_dtype must be torch.float32 or torch.bfloat16, got {groups.reduce_dtype}")
+    if groups.vocab_group is None:
+        return "", 0, 0, reduce_dtype
+    group = check_group("vocab_group", groups.vocab_group)
+    return group.group_name, group.rank(), group.size(), reduce_dtype
+
+
+def _join(
+    groups: Groups,
+    spec: LossSpec,
+    given: dict[str, Any],
+    normalizer: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    classes: int,
+) -> tuple[LossSpec, Tensor | None]:
+    """Compares `given` on the ranks of each group, and returns the options and the normalizer with which the mean of
+    the losses of the ranks of token_group is the loss of all their tokens."""
+    if not torch.compiler.is_compiling():
+        for_tokens = ("reduction", "the other options")
+        for name, keys in (("vocab_group", tuple(given)), ("token_group", for_tokens)):
+            if getattr(groups, name) is not None:
+                group = check_group(name, getattr(groups, name))
+                check_agreement(name, group, {key: given[key] for key in keys}, always=groups.check_agreement)
+    if groups.token_group is None:
+        return spec, normalizer
+    if spec.reduction == "none":
+        raise ValueError('token_group must be None with reduction "none", whose losses have no denominator')
+    normalizer = joint_normalizer(
+        check_group("token_group", groups.token_group),
+        reduction=spec.reduction,
+        normalizer=normalizer,
+        target=target,
+        class_weight=class_weight,
+        ignore_index=spec.ignore_index,
+        classes=classes,
+    )
+    return replace(spec, reduction="mean"), normalizer
 
 
 def check_per_token(

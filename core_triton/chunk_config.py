@@ -24,6 +24,7 @@ def workspace_model(
     upcasts: bool,
     grad_into: bool = False,
     splits_head: bool = False,
+    exchanged: int = 0,
 ) -> WorkspaceModel:
     """Counts what `chunked` allocates above inputs and gradients.
 
@@ -42,13 +43,14 @@ def workspace_model(
         upcasts: matmuls run on float32 copies (16-bit input on a device without float32-output matmuls).
         grad_into: d_weight is added to a float32 tensor of the caller.
         splits_head: the head is the sum of two matrices of the input's dtype.
+        exchanged: bytes of a row that the ranks of a vocabulary exchange.
     """
     half = itemsize == 2
     copy = 4 * upcasts  # float32 copy of an operand
     parts = 1 + splits_head
     cast = itemsize * (weight_itemsize != itemsize)  # vocabulary chunk of the head in the input's dtype
     # Rows with the ignored ones zeroed, and again for each half of the head; statistics and coefficients.
-    per_row = hidden * (itemsize + copy) * (1 + 2 * splits_head) + 128
+    per_row = hidden * (itemsize + copy) * (1 + 2 * splits_head) + 128 + exchanged
     if keeps_logits:
         per_row += 4 * classes
     if d_input:
@@ -87,6 +89,7 @@ def choose_chunked(
     upcasts: bool,
     grad_into: bool = False,
     splits_head: bool = False,
+    exchanged: int = 0,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of a call.
@@ -118,6 +121,7 @@ def choose_chunked(
             upcasts=upcasts,
             grad_into=grad_into,
             splits_head=splits_head,
+            exchanged=exchanged,
         )
 
     recomputing = model(keeps_logits=False)
@@ -138,6 +142,7 @@ def choose_stored(
     copies_head: bool,
     copies_rows: bool,
     copied: int = 0,
+    exchanged: int = 0,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of a call whose logits are float32 matmuls of PyTorch's: `stored_logits.py`.
@@ -152,12 +157,13 @@ def choose_stored(
         copies_head: PyTorch copies a vocabulary chunk of the head for a matmul.
         copies_rows: PyTorch copies a chunk of the input for a matmul.
         copied: bytes of the contiguous copies of strided vectors.
+        exchanged: bytes of a row that the ranks of a vocabulary exchange.
         budget: bytes.
 
     Raises:
         ValueError: as `choose_chunks`.
     """
-    per_row = 4 * hidden * (second + copies_rows + d_input) + 128
+    per_row = 4 * hidden * (second + copies_rows + d_input) + 128 + exchanged
     per_class = 4 * hidden * copies_head + 32
     fixed = 64 * tokens + 8 * classes + 4096 + copied
     recomputing = WorkspaceModel(fixed, per_row + 4 * padded(1), per_class, 4)

@@ -9,8 +9,8 @@ tile of the logits exists at a time:
     plan C  `gradients`           any upstream gradient: the logits are recomputed once lse is computed: 1 + 3 matmuls
 
 All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
-`vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
-merged by the same code.
+`vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary, on the ranks of a
+process group, are merged by the same code (`vocab_shard.py`).
 
 The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-8
 of its value. At the logits of a trained model that is several times the error of everything else.
@@ -160,8 +160,8 @@ def chunk_statistics(
     kept: list[Tensor] | None = None,
     tiles: Tiles = TORCH_TILES,
 ) -> Partial:
-    """First pass over a chunk: returns the statistics of its rows over all classes of the problem. Appends its tiles of
-    logits to `kept`."""
+    """First pass over a chunk: returns the statistics of its rows over all classes: those of this rank's shard merged
+    with those of the other ranks. Appends its tiles of logits to `kept`."""
     # Rows that do not contribute may hold any values: rows are independent here, and `row_math.finish` excludes them.
     x, target = operand(problem.beside_head(problem.input[chunk]), problem.input.dtype), problem.target[chunk]
     merged = None
@@ -170,7 +170,9 @@ def chunk_statistics(
         partial = tiles.partial(problem, x, w, target, vocab_chunk, kept, statistics)
         merged = partial if merged is None else row_math.merge(merged, partial)
         del w  # else it stays alive until the next chunk's exists
-    return row_math.empty_partial(target, problem.spec, statistics) if merged is None else merged
+    if merged is None:
+        merged = row_math.empty_partial(target, problem.spec, statistics)
+    return merged if problem.shard is None else problem.shard.merge(merged)
 
 
 def tile_d_logits(
@@ -263,13 +265,17 @@ def chunk_gradients(
         if sums.d_weight is not None:
             sums.d_weight.put_matmul(vocab_chunk, d_logits.T, x_head, head_scale, first=first)
         del w, d_logits  # otherwise they stay alive until those of the next chunk exist
-    if sums.d_input is not None and d_input is None:  # a shard that is all padding
+    if sums.d_input is not None and d_input is None and problem.shard is None:  # a shard that is all padding
         sums.d_input[chunk] = 0
-    elif sums.d_input is not None and d_input is not None:
+    elif sums.d_input is not None:
+        if d_input is None:
+            d_input = lse.new_zeros(x.shape)
         if input_scale is not None:
             d_input *= input_scale[:, None]
         if problem.spec.splits_head:  # the matmul with each half
             d_input = d_input[:, : problem.input.shape[1]] + d_input[:, problem.input.shape[1] :]
+        if problem.shard is not None:
+            d_input = problem.shard.sum(d_input)
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
 
 

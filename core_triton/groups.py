@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from core_triton.problem import NO_GRADIENTS, NeedsGrad
+from core_triton.vocab_shard import VocabShard
 from linear_ce.spec import LossSpec
 
 
@@ -54,6 +55,16 @@ class Options(NamedTuple):
     splits_head: bool
     saved_budget: int  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
     batch_invariant: bool = False
+    vocab_group: str = ""  # name of the process group whose ranks have shards of the head; "" where there is none
+    vocab_ranks: int = 1
+    vocab_offset: int = 0  # class index of the first row of this rank's shard
+    shard_rows: int = 0  # of the largest shard
+    reduce_dtype: str = "float32"  # of the sum of d_input over the ranks
+
+    def shard(self) -> VocabShard | None:
+        if not self.vocab_group:
+            return None
+        return VocabShard(self.vocab_group, self.vocab_ranks, self.vocab_offset, self.shard_rows, self.reduce_dtype)
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"

@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from core_triton import ops, saved_ops, token_hook, token_ops
-from core_triton.arguments import Call, Implementation, check_per_token, choose, decide, prepare, spec_of
+from core_triton.arguments import Call, Groups, Implementation, check_per_token, choose, decide, prepare, spec_of
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
@@ -97,6 +98,10 @@ def linear_cross_entropy(
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    vocab_group: "dist.ProcessGroup | None" = None,
+    token_group: "dist.ProcessGroup | None" = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    check_agreement: bool = False,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -164,6 +169,23 @@ def linear_cross_entropy(
             of input compute capability 8.x or 9.0 and a bfloat16 linear_weight whose rows start at multiples of 16
             bytes. Results of another GPU, of another version or of another engine's head may differ in their last
             bits.
+        vocab_group: process group whose ranks have the same tokens and different classes. linear_weight and
+            linear_bias are this rank's shard: the same number of rows on all ranks, or `vocab_size` classes divided as
+            `torch.chunk` divides them. vocab_size is the number of all classes, and without it all rows are classes.
+            input, target, weight (K,), token_weight and the options are the same on all ranks. Every rank returns the
+            same loss, bit for bit, and the whole gradient of input. The gradients of linear_weight and linear_bias are
+            those of its shard. The call takes four matmuls, divided by the ranks. saved_budget and batch_invariant are
+            not supported.
+        token_group: process group whose ranks have different tokens, as many or not. The mean of the losses of its
+            ranks is the loss of all their tokens, and the mean of their gradients is its gradient, so
+            `DistributedDataParallel` and FSDP2, which take means, compute the global gradient. With reduction "mean"
+            each rank divides by the number of counted tokens of all ranks (or by their class weights, or by
+            normalizer), divided by the number of ranks. A rank may have no counted token. Reduction "none" is an error.
+        reduce_dtype: torch.float32 or torch.bfloat16, of the sum of the gradient of input over vocab_group. bfloat16
+            takes half of the bytes and rounds each part.
+        check_agreement: the ranks of a group compare shapes and options at each call, and raise if they differ. The
+            first three calls of a group do it in any case, in eager mode. Ranks that differ later wait for each other
+            until the timeout of the group.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -197,7 +219,8 @@ def linear_cross_entropy(
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    call = prepare(spec, input, linear_weight, target, *given, *how)
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement)
+    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     return _shaped(_loss(call, statistics=0).loss, target)
 
 
@@ -223,6 +246,10 @@ def linear_cross_entropy_with_stats(
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    vocab_group: "dist.ProcessGroup | None" = None,
+    token_group: "dist.ProcessGroup | None" = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    check_agreement: bool = False,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -246,7 +273,8 @@ def linear_cross_entropy_with_stats(
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    call = prepare(spec, input, linear_weight, target, *given, *how)
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement)
+    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
     assert lse is not None
@@ -281,6 +309,9 @@ def linear_log_probs(
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    vocab_group: "dist.ProcessGroup | None" = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    check_agreement: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -314,7 +345,8 @@ def linear_log_probs(
     spec = spec_of("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     given = linear_bias, None, None, None
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    call = prepare(spec, input, linear_weight, target, *given, *how)
+    groups = Groups(vocab_group, None, reduce_dtype, check_agreement)
+    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
     else:
@@ -342,6 +374,10 @@ def linear_token_loss(
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    vocab_group: "dist.ProcessGroup | None" = None,
+    token_group: "dist.ProcessGroup | None" = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    check_agreement: bool = False,
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -401,7 +437,8 @@ def linear_token_loss(
         linear_ce/MATH.md (35), (36).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into, batch_invariant
+    options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
+    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement),)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
@@ -426,6 +463,10 @@ def linear_token_loss_with_stats(
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    vocab_group: "dist.ProcessGroup | None" = None,
+    token_group: "dist.ProcessGroup | None" = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    check_agreement: bool = False,
 ) -> tuple[Tensor, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -456,7 +497,8 @@ def linear_token_loss_with_stats(
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into, batch_invariant
+    options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
+    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement),)
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
@@ -625,7 +667,7 @@ def explain(
     named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    classes, budget, saved_budget, name = decide(spec, input.device, infos, *how, gpu)
+    classes, budget, saved_budget, name, *_ = decide(spec, input.device, infos, *how, gpu=gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
     needs_grad = NeedsGrad(gradients, gradients, False)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from core_triton.linear_ce import linear_cross_entropy
 from linear_ce.spec import (
@@ -105,9 +106,14 @@ class LinearCrossEntropy(nn.Module):
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         grad_into: Tensor | None = None,
+        vocab_group: "dist.ProcessGroup | None" = None,
+        token_group: "dist.ProcessGroup | None" = None,
+        reduce_dtype: torch.dtype = torch.float32,
+        check_agreement: bool = False,
     ) -> Tensor:
         """Returns the float32 loss of input (..., D) and target (...,). The other arguments are those of
-        `linear_cross_entropy`."""
+        `linear_cross_entropy`. With `DistributedDataParallel` or FSDP2 (`fully_shard`) around the module, pass their
+        group as token_group: then the averaged gradients are those of the mean over all tokens."""
         options: dict[str, Any] = {name: getattr(self.spec, name) for name in OPTIONS}
         return linear_cross_entropy(
             input,
@@ -122,6 +128,10 @@ class LinearCrossEntropy(nn.Module):
             implementation=self.implementation,
             grad_into=grad_into,
             batch_invariant=self.batch_invariant,
+            vocab_group=vocab_group,
+            token_group=token_group,
+            reduce_dtype=reduce_dtype,
+            check_agreement=check_agreement,
             **options,
         )
 

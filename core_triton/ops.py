@@ -584,7 +584,13 @@ def _recorded(
     grad_into: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed."""
-    if options.implementation == "chunked" or not arrays.input.is_cuda or _modes() or ranges.current():
+    if (
+        options.vocab_group
+        or options.implementation == "chunked"
+        or not arrays.input.is_cuda
+        or _modes()
+        or ranges.current()
+    ):
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 
@@ -684,7 +690,14 @@ def _problem(
             if vector is not None and not vector.is_contiguous():
                 named[name] = vector.contiguous()
                 copied += named[name].nbytes
-    problem = Problem(**named, spec=options.spec(), classes=options.vocab_size, grad_into=grad_into)
+    problem = Problem(
+        **named,
+        spec=options.spec(),
+        classes=options.vocab_size,
+        vocab_offset=options.vocab_offset,
+        shard=options.shard(),
+        grad_into=grad_into,
+    )
     plan = plan_for(
         problem,
         stage,
@@ -728,7 +741,7 @@ def plan_for(
         stage=stage,
         input=layout_of(problem.input),
         linear_weight=layout_of(problem.linear_weight),
-        classes=problem.classes,
+        classes=problem.classes if problem.shard is None else problem.shard.rows,
         copied_bytes=copied,
         label_smoothing=problem.spec.label_smoothing,
         softcap=problem.spec.softcap is not None,
@@ -744,6 +757,7 @@ def plan_for(
         into_aligned=problem.grad_into is None or layout_of(problem.grad_into).aligned,
         splits_head=problem.spec.splits_head,
         batch_invariant=batch_invariant,
+        ranks=0 if problem.shard is None else problem.shard.ranks,
     )
     return make_plan(key)
 

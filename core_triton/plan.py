@@ -84,7 +84,7 @@ class PlanKey(NamedTuple):
     stage: Stage
     input: MatrixLayout  # (N, D)
     linear_weight: MatrixLayout  # (V, D), or a shard of it
-    classes: int  # K of the whole vocabulary
+    classes: int  # K
     copied_bytes: int  # of contiguous copies of strided vectors, part of the workspace
     label_smoothing: float
     softcap: bool
@@ -100,6 +100,7 @@ class PlanKey(NamedTuple):
     into_aligned: bool = True  # its address is a multiple of 16 bytes
     splits_head: bool = False  # into two matrices of the input's dtype
     batch_invariant: bool = False
+    ranks: int = 0  # that have shards of the head, whose largest has `classes` rows; 0 where the head is whole
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,9 @@ def smoothing_is_linear(key: PlanKey) -> bool:
 COPIES = 2  # copies of the head that a chunk usually makes where it must be cast: for the logits and for d_input
 
 
+EXCHANGED = 8  # numbers of a row that the ranks of a vocabulary exchange, at most
+
+
 def matmuls_of(key: PlanKey) -> tuple[str, ...]:
     """Returns the names of the matmuls of a call. A split head takes two where it is an operand."""
     names = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
@@ -299,6 +303,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = matmuls_of(key)
+    exchanged = 4 * EXCHANGED * (key.ranks + 2) if key.ranks else 0
     if key.implementation == "chunked":
         chunks = choose_chunked(
             tokens=tokens,
@@ -316,6 +321,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             upcasts=x.dtype != "float32" and key.device.type != "cuda",
             grad_into=key.grad_into,
             splits_head=key.splits_head,
+            exchanged=exchanged,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
@@ -334,6 +340,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             copies_head=not w.gemm_compatible(),
             copies_rows=not x.gemm_compatible(),
             copied=key.copied_bytes,
+            exchanged=exchanged,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
@@ -359,13 +366,17 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         if key.splits_head:
             split = ' with head_precision "float32"'
         raise ValueError(f"input must have fewer than {most} columns on this GPU{split}, got {hidden}")
-    scaled_exp = (not key.label_smoothing or smoothing_is_linear(key)) and (
-        key.stage == "losses"
-        or (
-            # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
-            key.stage in ("loss_and_gradients", "saved_rows", "statistics")
-            # Rows of exponentials would be too long for the kernels' int32 offsets.
-            and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
+    scaled_exp = (
+        not key.ranks
+        and (not key.label_smoothing or smoothing_is_linear(key))
+        and (
+            key.stage == "losses"
+            or (
+                # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
+                key.stage in ("loss_and_gradients", "saved_rows", "statistics")
+                # Rows of exponentials would be too long for the kernels' int32 offsets.
+                and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
+            )
         )
     )
     if key.stage == "saved_rows" and (unsaved := why_unsaved(key.implementation, x.dtype, key.label_smoothing)):
@@ -475,6 +486,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         head_copies=casts_head + (w.dtype != x.dtype and padded_hidden != width),
         needs_row_cast=padded_hidden != width or not x.tma_compatible(by_row=True, pointers=pointers),
         copied=key.copied_bytes,
+        exchanged=exchanged,
         budget=key.memory_budget,
     )
     return ExecutionPlan(

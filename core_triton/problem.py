@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core_triton.plan import ExecutionPlan, MatrixLayout
+from core_triton.vocab_shard import VocabShard
 from linear_ce.spec import LossSpec
 
 
@@ -27,6 +28,8 @@ class Problem:
         spec: the options.
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
+        shard: how the ranks of a process group have shards of the head; None if linear_weight is the whole head, or in
+            tests that merge shards themselves.
         plan: how the call runs; None in tests that call the functions of `chunked` directly.
         grad_into: (V, D) float32, contiguous: d_weight is added to it, in place of a result; or None.
     """
@@ -40,6 +43,7 @@ class Problem:
     spec: LossSpec
     classes: int
     vocab_offset: int = 0
+    shard: VocabShard | None = None
     plan: ExecutionPlan | None = None
     grad_into: Tensor | None = None
 

@@ -201,7 +201,7 @@ def row_weights(
             denominator = normalizer.float()
             denominator = torch.where((denominator >= 0) & (denominator < math.inf), denominator, math.nan)
         elif class_weight is not None:
-            denominator = torch.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
+            denominator = torch.where(valid, target_class_weight(target, class_weight, classes), 0.0).sum()
         else:
             # If no token is counted, all weights are 0.
             return row_weight / valid.sum().clamp(min=1)
@@ -222,7 +222,7 @@ def row_loss(
     assert statistics.nll is not None
     loss = statistics.nll
     if class_weight is not None:
-        loss = _target_class_weight(target, class_weight, classes) * loss
+        loss = target_class_weight(target, class_weight, classes) * loss
     if spec.label_smoothing:
         assert statistics.weighted_sum is not None
         total = classes if class_weight is None else class_weight.sum()
@@ -238,7 +238,7 @@ def loss_coefficients(
 ) -> Coefficients:
     """Returns the coefficients of the loss; `upstream` (N,) is row_weight times the loss's cotangent: (13)."""
     kept = upstream * (1.0 - spec.label_smoothing)
-    alpha = tau = kept if class_weight is None else kept * _target_class_weight(target, class_weight, classes)
+    alpha = tau = kept if class_weight is None else kept * target_class_weight(target, class_weight, classes)
     sigma = None
     if spec.label_smoothing:
         sigma = upstream * (spec.label_smoothing / classes)
@@ -317,7 +317,7 @@ def _poison(alpha: Tensor, target: Tensor, classes: int) -> Tensor:
     return torch.where(_is_class(target, classes), alpha, torch.nan)
 
 
-def _target_class_weight(target: Tensor, class_weight: Tensor, classes: int) -> Tensor:
+def target_class_weight(target: Tensor, class_weight: Tensor, classes: int) -> Tensor:
     """Returns class_weight[target], (N,) float32; NaN where the target is not a class. It reads no class out of
     range."""
     picked = class_weight[target.clamp(0, classes - 1)].float()

@@ -497,6 +497,7 @@ def choose_recomputed(
     needs_row_cast: bool,
     splits_head: bool = False,
     copied: int = 0,
+    exchanged: int = 0,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of plans B and C, which recompute the logits: many rows first, then wide vocabulary chunks.
@@ -516,6 +517,7 @@ def choose_recomputed(
         needs_row_cast: the input is copied, one chunk at a time, to rows that the kernels can read.
         splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
         copied: bytes of the contiguous copies of strided vectors.
+        exchanged: bytes of a row that the ranks of a vocabulary exchange.
         budget: bytes.
 
     Raises:
@@ -526,7 +528,7 @@ def choose_recomputed(
     second = d_input or d_weight
     per_class = hidden * (itemsize * head_copies + 4 * (d_weight and float16)) + 32 * (second or head_copies > 0)
     copies = second + (second and float16 and d_weight) + needs_row_cast
-    per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
+    per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128 + exchanged
     per_row += splits_head * hidden * (itemsize + 2 * d_input)  # rows twice side by side; the sum of both d_input
     per_logit = itemsize * second
     fixed = 64 * tokens + 8 * classes + 4096 + copied

@@ -111,7 +111,9 @@ def prepare(
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
     named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
-    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
+    infos: dict[str, Any] = {
+        name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None
+    }
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
     named["target"] = _signed(named["target"])
     if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:

@@ -145,6 +145,7 @@ def check_arrays(
     normalizer: ArrayInfo | None = None,
     grad_into: ArrayInfo | None = None,
     vocab_axis: int = 0,
+    classes: int | None = None,
 ) -> None:
     """Raises an error if a shape or dtype is not supported. The message names the argument and its shape or dtype.
 
@@ -160,6 +161,7 @@ def check_arrays(
         normalizer: (), any of the three float dtypes or an integer dtype.
         grad_into: linear_weight's shape, float32.
         vocab_axis: which axis of linear_weight is the vocabulary.
+        classes: K, where linear_weight and linear_bias are a shard of the vocabulary. `weight` is then (K,).
 
     Raises:
         TypeError: a dtype.
@@ -187,7 +189,7 @@ def check_arrays(
             f"linear_weight must have shape {layout} with D = {input.shape[-1]} as in input {input.shape}, "
             f"got {linear_weight.shape}"
         )
-    if vocab < 1 or hidden < 1:
+    if (vocab < 1 and classes is None) or hidden < 1:
         raise ValueError(f"linear_weight must have at least one row and one column, got {linear_weight.shape}")
     if not target.dtype.startswith(("int", "uint")):
         raise TypeError(f"target must have an integer dtype, got {target.dtype}")
@@ -197,7 +199,10 @@ def check_arrays(
         _check_shape("linear_bias", linear_bias, (vocab,), "(V,)")
     if weight is not None:
         _check_dtype("weight", weight, FLOAT_DTYPES)
-        _check_shape("weight", weight, (vocab,), "(V,)")
+        if classes is None:
+            _check_shape("weight", weight, (vocab,), "(V,)")
+        else:
+            _check_shape("weight", weight, (classes,), "all classes, on every rank")
     if token_weight is not None:
         _check_dtype("token_weight", token_weight, FLOAT_DTYPES)
         _check_shape("token_weight", token_weight, target.shape, "target's shape")
@@ -210,7 +215,8 @@ def check_arrays(
     if grad_into is not None:
         _check_dtype("grad_into", grad_into, ("float32",))
         _check_shape("grad_into", grad_into, linear_weight.shape, "linear_weight's shape")
-    spec.classes(vocab)
+    if classes is None:
+        spec.classes(vocab)
 
 
 def _check_dtype(name: str, array: ArrayInfo, allowed: Sequence[str], why: str = "") -> None:

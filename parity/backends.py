@@ -147,7 +147,7 @@ def options_of(case: Case, implementation: str | None) -> dict[str, Any]:
     return options
 
 
-def _dtype_names(case: Case, arrays: Arrays) -> dict[str, str]:
+def dtype_names(case: Case, arrays: Arrays) -> dict[str, str]:
     """Returns the dtype that each array is cast to."""
     names = {
         "input": case.dtype,
@@ -202,7 +202,7 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     import core_triton
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtypes = _dtype_names(case, arrays)
+    dtypes = dtype_names(case, arrays)
     tensors = {
         name: torch.tensor(value, dtype=getattr(torch, dtypes[name]), device=device) for name, value in arrays.items()
     }
@@ -246,7 +246,7 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
 
     import jax_pallas
 
-    dtypes = _dtype_names(case, arrays)
+    dtypes = dtype_names(case, arrays)
     # Without the x64 switch JAX has no int64; every value of a case fits int32.
     dtypes = {name: "int32" if dtype == "int64" else dtype for name, dtype in dtypes.items()}
     operands = {name: jnp.asarray(value, dtypes[name]) for name, value in arrays.items()}

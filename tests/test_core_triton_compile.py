@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
+from core_triton.groups import Options
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,7 +47,7 @@ def operator_arguments(
         "chunked",
         False,  # splits_head
         0,  # saved_budget
-        False,  # batch_invariant
+        *Options._field_defaults.values(),
     )
     return tensors, weights, options
 

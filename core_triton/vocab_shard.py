@@ -1,0 +1,172 @@
+"""A head whose vocabulary is split over the ranks of a process group, and tokens that are split over one.
+
+Each rank holds some rows of the head. For each chunk of rows of the input, all ranks compute the statistics of their
+own classes, exchange them and merge them in the order of the ranks, so that every rank has the same bits: MATH.md (26).
+The gradients of a rank's rows of the head are complete then. d_input is a sum over the ranks.
+
+The collectives are those that PyTorch's own compiled programs call (`_c10d_functional`), because torch.compile can
+trace them and because they take the name of a group, which an operator can have as an argument.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from core_triton import row_math
+from core_triton.row_math import Partial
+
+REDUCE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+AGREEMENT_CALLS = 3  # of a group, whose ranks compare what they were given
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which classes of the vocabulary this rank holds.
+
+    Args:
+        group: name of the process group.
+        ranks: of the group.
+        offset: class index of the first row of this rank's shard.
+        rows: of the largest shard. Chunks are chosen by it, so that all ranks have the same.
+        reduce_dtype: "float32" or "bfloat16", of the sum of d_input over the ranks.
+    """
+
+    group: str
+    ranks: int
+    offset: int
+    rows: int
+    reduce_dtype: str
+
+    def merge(self, partial: Partial) -> Partial:
+        """Returns the statistics of the whole vocabulary, from those of this rank's classes."""
+        fields = [name for name, one in partial._asdict().items() if one is not None]
+        # Bits are exchanged, so an index may stand among float32 numbers.
+        own = [getattr(partial, name) for name in fields]
+        own = [one.int().view(torch.float32) if one.dtype == torch.int64 else one for one in own]
+        every = gather(torch.stack(own), self.ranks, self.group).view(self.ranks, len(fields), -1)
+        merged = None
+        for rank in range(self.ranks):
+            found = dict(zip(fields, every[rank], strict=True))
+            if "argmax" in found:
+                found["argmax"] = found["argmax"].view(torch.int32).long()
+            one = Partial(**dict.fromkeys(Partial._fields) | found)  # pyright: ignore[reportArgumentType]
+            merged = one if merged is None else row_math.merge(merged, one)
+        assert merged is not None
+        return merged
+
+    def sum(self, d_input: Tensor) -> Tensor:
+        """Returns the sum over the ranks of a part of d_input, float32 and contiguous, which it may overwrite."""
+        if self.reduce_dtype == "float32":
+            return all_sum(d_input, self.group)
+        return all_sum(d_input.bfloat16(), self.group).float()
+
+
+def all_sum(tensor: Tensor, group: str) -> Tensor:
+    """Returns the sum of a contiguous tensor over the ranks of a group, in place."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce_(tensor, "sum", group))
+
+
+def gather(tensor: Tensor, ranks: int, group: str) -> Tensor:
+    """Returns the contiguous tensors of all ranks of a group, one after the other along the first axis."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_gather_into_tensor(tensor, ranks, group))
+
+
+def check_group(name: str, group: Any) -> "dist.ProcessGroup":
+    """Returns a process group; raises TypeError or ValueError if it is none, or if this rank is not in it."""
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        kind = type(group).__name__
+        hint = ": pass mesh.get_group()" if kind == "DeviceMesh" else ""
+        raise TypeError(f"{name} must be a torch.distributed.ProcessGroup or None, got {kind}{hint}")
+    return group
+
+
+def shard_of(rows: int, rank: int, ranks: int, vocab_size: int | None) -> tuple[int, int, int]:
+    """Returns the first class of a rank's shard, the rows of the largest shard, and the number of classes K.
+
+    A shard has as many rows on every rank, or vocab_size classes are divided as `torch.chunk` and DTensor's Shard(0)
+    divide them: ceil(K / ranks) rows each, until there are no more.
+
+    Args:
+        rows: of this rank's shard.
+        rank, ranks: of the group.
+        vocab_size: K, or None for all rows of all ranks.
+
+    Raises:
+        ValueError: the shard has neither of these sizes.
+    """
+    classes = rows * ranks if vocab_size is None else vocab_size
+    if rows * ranks >= classes:
+        return rank * rows, rows, classes
+    most = -(-classes // ranks)
+    if rows != max(min(most, classes - rank * most), 0):
+        raise ValueError(
+            f"linear_weight must be this rank's shard of vocab_size {classes} classes on {ranks} ranks: at least "
+            f"{most} rows on every rank, or {max(min(most, classes - rank * most), 0)} rows on rank {rank}, got {rows}"
+        )
+    return rank * most, most, classes
+
+
+def joint_normalizer(
+    group: "dist.ProcessGroup",
+    *,
+    reduction: str,
+    normalizer: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    classes: int,
+) -> Tensor:
+    """Returns the () float32 denominator with which the mean of the ranks' losses is the loss of all their tokens.
+
+    Args:
+        group: its ranks have different tokens.
+        reduction: "mean" or "sum".
+        normalizer: the denominator of all tokens, or None for the number of counted tokens of all ranks.
+        target: (...,) of this rank.
+        class_weight: (K,) float32 or None.
+    """
+    ranks = group.size()
+    if reduction == "sum":
+        return torch.full((), 1.0 / ranks, device=target.device)
+    if normalizer is None:
+        counted = target != ignore_index
+        if class_weight is None:
+            normalizer = counted.sum().float()
+        else:
+            weights = row_math.target_class_weight(target.long(), class_weight, classes)
+            normalizer = torch.where(counted, weights, 0.0).sum()
+        normalizer = all_sum(normalizer, group.group_name)
+    return normalizer.float() / ranks
+
+
+_calls: dict[str, int] = {}  # of each group, by its name
+
+
+def check_agreement(name: str, group: "dist.ProcessGroup", given: Mapping[str, Any], *, always: bool) -> None:
+    """Raises ValueError on all ranks of a group if they were not given the same. Compares the first calls of each
+    group, and every call if `always`. Collectives of ranks that disagree would wait for each other until the group's
+    timeout.
+
+    Args:
+        name: of the argument that has the group.
+        given: what must be the same.
+    """
+    count = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1
+    if not always and count > AGREEMENT_CALLS:
+        return
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, dict(given), group=group)
+    for argument, value in every[0].items():
+        for rank, other in enumerate(every):
+            if other.get(argument) != value:
+                raise ValueError(
+                    f"{argument} must be the same on all ranks of {name}, got {value} on rank 0 and "
+                    f"{other.get(argument)} on rank {rank}"
+                )

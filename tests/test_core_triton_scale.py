@@ -1,0 +1,93 @@
+"""core_triton on several ranks: a vocabulary that is split over a process group, and tokens that are."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from programs import Command, Printed, python
+from torch_ranks import CHECKS, FORMS
+
+from core_triton.vocab_shard import shard_of
+from parity.cases import Case, cases
+
+
+def requests(form: str) -> list[str]:
+    """Returns what runs in a form. Token ranks have a scalar loss, and the sum of all tokens has no rows' weights."""
+
+    def runs(case: Case) -> bool:
+        scalar = case.function != "log_probs" and case.spec.reduction != "none"
+        return not case.saved_budget and (form == "vocabulary" or scalar)
+
+    return [f"{form}:{case.name}" for case in cases() if runs(case)]
+
+
+def programs() -> dict[str, tuple[Command, bool]]:
+    """Returns, for each request, the program that runs it, and whether it is quick."""
+    quick = [request for form, step in zip(FORMS, (9, 13, 13), strict=True) for request in requests(form)[::step]]
+    quick += [f"check:{name}" for name in CHECKS]
+    slow = [request for form in FORMS for request in requests(form) if request not in quick]
+    found: dict[str, tuple[Command, bool]] = dict.fromkeys(
+        quick, (python("torch_ranks.py", "4", "chunked", *quick), True)
+    )
+    for first in range(4):
+        share = slow[first::4]
+        found |= dict.fromkeys(share, (python("torch_ranks.py", "4", "chunked", *share), False))
+    return found
+
+
+PROGRAMS = programs()
+
+# Of two ranks, by the kernels in Triton's interpreter.
+INTERPRETED = (
+    "vocabulary:log_probs-bf16-softcap-scale-padded-bias-skewed-ignored-axis1-tight-head32-strided-n123",
+    "vocabulary:edge-token_loss-nan_ignored-mean-bf16",
+    "both:mean-bf16-n123",
+    "vocabulary:mean-fp32-zloss-padded-weight-skewed-axis1-n123",
+)
+BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
+
+
+def assert_passed(result: dict[str, Any]) -> None:
+    assert not result.get("failure"), result["failure"]
+    assert all(share <= 100 for share in result.get("used", {}).values()), result["used"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.programs(command, seconds=30), *([] if quick else [pytest.mark.slow])], id=name
+        )
+        for name, (command, quick) in PROGRAMS.items()
+    ],
+)
+def test_four_ranks_give_the_loss_and_the_gradients_of_one(request_: str, printed: Printed) -> None:
+    assert_passed(printed[request_])
+
+
+@pytest.mark.programs(BY_KERNELS, seconds=15)
+@pytest.mark.parametrize("request_", INTERPRETED)
+def test_two_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
+    assert_passed(printed[request_])
+
+
+@pytest.mark.parametrize(("classes", "ranks"), [(507, 4), (507, 2), (8, 3), (5, 4), (1, 4), (128, 4)])
+def test_shards_are_those_of_torch_chunk(classes: int, ranks: int) -> None:
+    rows = [len(part) for part in torch.arange(classes).chunk(ranks)] + [0] * ranks
+    firsts = [sum(rows[:rank]) for rank in range(ranks)]
+    for rank in range(ranks):
+        offset, largest, found = shard_of(rows[rank], rank, ranks, classes)
+        assert (largest, found) == (rows[0], classes)
+        assert offset == firsts[rank] or rows[rank] == 0
+
+
+def test_shards_of_the_same_number_of_rows_may_have_padding() -> None:
+    assert [shard_of(128, rank, 4, 507) for rank in range(4)] == [(128 * rank, 128, 507) for rank in range(4)]
+    assert shard_of(10, 1, 2, None) == (10, 10, 20)
+
+
+def test_a_shard_of_another_number_of_rows_is_an_error() -> None:
+    message = "linear_weight must be this rank's shard of vocab_size 507 classes on 4 ranks: at least 127 rows on"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shard_of(126, 0, 4, 507)

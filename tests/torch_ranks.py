@@ -1,0 +1,379 @@
+"""Runs cases of the contract, and checks, on several processes of one machine and prints one JSON line for each:
+`python torch_ranks.py RANKS IMPLEMENTATION FORM:NAME... check:NAME...`.
+
+A form says what the ranks share. "vocabulary": the ranks have the same tokens, and each has a shard of the head.
+"tokens": each has the whole head and other tokens, not the same number. "both": half of each, on a grid of ranks. The
+outputs of the ranks are put together to those of the case, and rank 0 compares them with the float64 reference.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+if sys.argv[2:3] == ["triton"]:
+    import interpret_loss  # before core_triton: the kernels run in Triton's interpreter
+
+    interpret_loss.prepare_process()
+import core_triton
+from parity.arrays import make_arrays
+from parity.backends import dtype_names, function_of, options_of, roots_of
+from parity.cases import GRAD_INTO_START, Case, cases
+from parity.expected import GRADIENT_OF, compare, expected
+
+FORMS = ("vocabulary", "tokens", "both")
+TIMEOUT = timedelta(seconds=60)
+OF_TOKENS = ("input", "target", "token_weight", "d_log_prob", "d_entropy", "d_lse")  # their first axis is split
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a case that a rank has: shard `part` of `parts` of the vocabulary, and the same of the tokens."""
+
+    part: int
+    parts: int
+    vocab_group: Any
+    share: int
+    shares: int
+    token_group: Any
+
+    def shard(self, rows: Tensor, classes: int | None, *, fill: float = float("nan")) -> Tensor:
+        """Returns this rank's shard of the rows of the head, or of its bias."""
+        if self.vocab_group is None:
+            return rows
+        size = -(-len(rows) // self.parts)
+        if classes is None:  # vocab_size is the number of rows, divided as torch.chunk divides them
+            return rows[self.part * size :][:size].clone()
+        short = self.parts * size - len(rows)  # the same number of rows on every rank
+        rows = torch.cat([rows, torch.full((short, *rows.shape[1:]), fill, dtype=rows.dtype)])
+        return rows[self.part * size :][:size].clone()
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """Returns this rank's tokens. The first rank has fewer than the others."""
+        if self.token_group is None:
+            return values
+        cuts = [len(values) * share * share // self.shares**2 for share in range(self.shares + 1)]
+        return values[cuts[self.share] : cuts[self.share + 1]].clone()
+
+
+def budget_of(case: Case, parts: int) -> int:
+    """Returns bytes for a fourth of the tokens, or for 16: several chunks."""
+    classes, rows = -(-case.classes // parts), max(16, case.n // 4)
+    per_token = 96 + 16 * (3 + len(case.per_token))
+    return 65536 + per_token * case.n + 8 * case.classes + rows * (4 * classes + 64 * case.hidden + 2048)
+
+
+def run(case: Case, arrays: Mapping[str, np.ndarray], place: Place, implementation: str | None) -> dict[str, Any]:
+    """Returns this rank's outputs."""
+    dtypes, padded = dtype_names(case, arrays), case.spec.vocab_size
+    tensors = {name: torch.tensor(value, dtype=getattr(torch, dtypes[name])) for name, value in arrays.items()}
+    for name in tensors:
+        per_token = name in (*OF_TOKENS, *case.per_token) or (name == "d_loss" and tensors[name].ndim)
+        if per_token:
+            flat = tensors[name].reshape(-1, *([case.hidden] if name == "input" else []))
+            tensors[name] = place.tokens(flat)
+    for name in ("linear_weight", "linear_bias"):
+        if name in tensors:
+            tensors[name] = place.shard(tensors[name], padded)
+    if place.vocab_group is not None and "weight" in tensors:
+        tensors["weight"] = tensors["weight"][: case.classes]
+    if case.vocab_axis == 1:
+        tensors["linear_weight"] = tensors["linear_weight"].t().contiguous().t()
+    cotangents = {name: tensors.pop(name) for name in arrays if name.startswith("d_")}
+    argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
+    for name in argument_of.values():
+        tensors[name].requires_grad_()
+    options = options_of(case, implementation) | {"memory_budget": budget_of(case, place.parts)}
+    if place.vocab_group is not None:
+        options |= {"vocab_group": place.vocab_group, "vocab_size": padded or case.vocab}
+    if place.token_group is not None:
+        options["token_group"] = place.token_group
+    if case.grad_into:
+        options["grad_into"] = torch.full(tensors["linear_weight"].shape, GRAD_INTO_START)
+    outputs = function_of(core_triton, case)(**tensors, **options)
+    if argument_of:
+        leaves = [tensors[name] for name in argument_of.values()]
+        roots = [outputs[name] for name in roots_of(case)]
+        upstream = [cotangents[f"d_{name}"].reshape(outputs[name].shape) for name in roots_of(case)]
+        zeros = case.function == "token_loss"
+        unused = zeros or case.grad_into
+        gradients = torch.autograd.grad(roots, leaves, upstream, allow_unused=unused, materialize_grads=zeros)
+        outputs |= dict(zip(argument_of, gradients, strict=True))
+    if case.grad_into:
+        outputs["d_weight"] = options["grad_into"] - GRAD_INTO_START
+    return {name: one.detach().float().numpy() for name, one in outputs.items()}
+
+
+def joined(case: Case, found: Mapping[tuple[int, int], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns the outputs of a case from those of the ranks, which are found by part of the vocabulary and share of the
+    tokens. Asserts that what the ranks of a vocabulary share is the same, bit for bit."""
+    parts, shares = (max(place) + 1 for place in zip(*found, strict=True))
+    outputs: dict[str, np.ndarray] = {}
+    for name in found[0, 0]:
+        of_head = name in ("d_weight", "d_bias")
+        of_shares = []
+        for share in range(shares):
+            of_parts = [found[part, share][name] for part in range(parts)]
+            if of_head and parts > 1:
+                of_shares.append(np.concatenate(of_parts)[: case.vocab])
+                continue
+            for one in of_parts:
+                np.testing.assert_array_equal(one, of_parts[0], err_msg=f"{name} differs between ranks")
+            of_shares.append(of_parts[0])
+        if shares == 1:
+            outputs[name] = of_shares[0]
+        elif of_head or of_shares[0].ndim == 0:
+            # The mean of the ranks' losses and gradients is that of all tokens.
+            outputs[name] = np.sum(of_shares, 0) if name == "n_valid" else np.mean(of_shares, 0)
+        else:
+            outputs[name] = np.concatenate(of_shares) / (shares if name in GRADIENT_OF else 1)
+    return outputs
+
+
+def check(case: Case, arrays: Mapping[str, np.ndarray], outputs: dict[str, np.ndarray], *, shares: int) -> Any:
+    """Returns which part of its budget each output used, in percent."""
+    reference = expected(case, arrays)
+    shaped = {}
+    for name, one in reference.items():
+        if shares > 1 and name == "accuracy":  # of each rank's tokens
+            one = one._replace(value=np.asarray(outputs[name]))
+        if shares > 1 and name == "d_bias" and case.weight_dtype != "float32":
+            continue  # rounded on each rank before their mean, which cancels where all targets are one class
+        shaped[name] = one
+    given = {name: outputs[name].reshape(one.value.shape) for name, one in shaped.items()}
+    return {name: comparison.percent for name, comparison in compare(case, shaped, given).items()}
+
+
+# Checks. Each runs on all ranks.
+
+
+def head_and_tokens(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor, slice]:
+    """Returns input (N, D), head (V, D) and targets (N,) of all ranks, some of them ignored, and which tokens are this
+    rank's: none of those of rank 0 count."""
+    drawn = torch.Generator().manual_seed(0)
+    cuts = [0, 5, *range(17, 17 + 12 * (ranks - 1), 12)]
+    x, w = torch.randn(cuts[-1], 16, generator=drawn), torch.randn(37, 16, generator=drawn)
+    target = torch.randint(37, (len(x),), generator=drawn)
+    target[:5] = -100
+    target[9] = -100
+    return x, w, target, slice(cuts[rank], cuts[rank + 1])
+
+
+def whole_gradients(x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the mean loss of all tokens and its gradients."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(x @ w.T, target)
+    loss.backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    return loss.detach(), x.grad, w.grad
+
+
+def mean_of(value: Tensor) -> Tensor:
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def check_data_parallel(rank: int, ranks: int, wrap: Callable[[torch.nn.Module], Any]) -> None:
+    x, w, target, own = head_and_tokens(rank, ranks)
+    loss, d_input, d_weight = whole_gradients(x, w, target)
+    head = core_triton.LinearCrossEntropy(16, 37)
+    with torch.no_grad():
+        head.weight.copy_(w)
+    wrapped = wrap(head)
+    mine = x[own].clone().requires_grad_()
+    found = wrapped(mine, target[own], token_group=dist.group.WORLD)
+    found.backward()
+    assert mine.grad is not None
+    torch.testing.assert_close(mean_of(found), loss)
+    torch.testing.assert_close(mine.grad / ranks, d_input[own])
+    grad: Any = next(wrapped.parameters()).grad
+    torch.testing.assert_close(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, d_weight)
+
+
+def check_ddp(rank: int, ranks: int) -> None:
+    check_data_parallel(rank, ranks, torch.nn.parallel.DistributedDataParallel)
+
+
+def check_fsdp2(rank: int, ranks: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    check_data_parallel(rank, ranks, lambda module: fully_shard(module, mesh=mesh))
+
+
+def check_errors(rank: int, ranks: int) -> None:
+    x, w, target = torch.randn(6, 16), torch.randn(8, 16), torch.zeros(6, dtype=torch.long)
+    world, loss = dist.group.WORLD, cast("Any", core_triton.linear_cross_entropy)
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, "vocab_group must be a torch.distributed.ProcessGroup", lambda: loss(x, w, target, vocab_group=1)),
+        (ValueError, "reduce_dtype must be", lambda: loss(x, w, target, reduce_dtype=torch.float16)),
+        (
+            ValueError,
+            'token_group must be None with reduction "none"',
+            lambda: loss(x, w, target, token_group=world, reduction="none"),
+        ),
+        (
+            ValueError,
+            "saved_budget must be 0 with vocab_group",
+            lambda: loss(x, w, target, vocab_group=world, reduction="none", saved_budget=100),
+        ),
+        (
+            ValueError,
+            "batch_invariant must be False with vocab_group",
+            lambda: loss(x, w, target, vocab_group=world, batch_invariant=True),
+        ),
+        (
+            ValueError,
+            "linear_weight must be this rank's shard of vocab_size 1000",
+            lambda: loss(x, w, target, vocab_group=world, vocab_size=1000),
+        ),
+        (
+            ValueError,
+            "weight must have shape",
+            lambda: loss(x, w, target, vocab_group=world, weight=torch.ones(8)),
+        ),
+        (
+            ValueError,
+            "memory_budget must be the same on all ranks of vocab_group, got 1000000 on rank 0 and 1000001 on rank 1",
+            lambda: loss(x, w, target, vocab_group=world, memory_budget=10**6 + rank, check_agreement=True),
+        ),
+        (
+            ValueError,
+            "reduction must be the same on all ranks of token_group",
+            lambda: loss(x, w, target, token_group=world, reduction=("sum" if rank else "mean"), check_agreement=True),
+        ),
+    ]
+    for kind, message, call in cases:
+        with pytest.raises(kind, match=re.escape(message)):
+            call()
+
+
+def check_a_rank_without_classes(rank: int, ranks: int) -> None:
+    """Five classes on four ranks: two, two, one and none."""
+    x, target = torch.linspace(-1, 1, 60).reshape(20, 3), torch.arange(20) % 5
+    w = torch.linspace(2, -2, 15).reshape(5, 3)
+    loss, d_input, d_weight = whole_gradients(x, w, target)
+    x, own = x.requires_grad_(), w[2 * rank : 2 * rank + 2].clone().requires_grad_()
+    found = core_triton.linear_cross_entropy(x, own, target, vocab_group=dist.group.WORLD, vocab_size=5)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss)
+    torch.testing.assert_close(x.grad, d_input)
+    torch.testing.assert_close(own.grad, d_weight[2 * rank : 2 * rank + 2])
+
+
+def check_reduce_dtype(rank: int, ranks: int) -> None:
+    """The parts of d_input are rounded to bfloat16 before they are added."""
+    x, w, target, _ = head_and_tokens(rank, ranks)
+    w = torch.cat([w, w[: -len(w) % ranks]])
+    _, d_input, _ = whole_gradients(x, w, target)
+    rows = len(w) // ranks
+    for dtype, least, most in ((torch.float32, 0.0, 1e-6), (torch.bfloat16, 1e-4, 1e-2)):
+        mine = x.clone().requires_grad_()
+        own = w[rank * rows :][:rows]
+        options: dict[str, Any] = {"vocab_group": dist.group.WORLD, "reduce_dtype": dtype}
+        core_triton.linear_cross_entropy(mine, own, target, **options).backward()
+        assert mine.grad is not None
+        error = (mine.grad - d_input).norm() / d_input.norm()
+        assert least <= error < most, (dtype, float(error))
+
+
+CHECKS: dict[str, Callable[[int, int], None]] = {
+    "ddp": check_ddp,
+    "fsdp2": check_fsdp2,
+    "errors": check_errors,
+    "a_rank_without_classes": check_a_rank_without_classes,
+    "reduce_dtype": check_reduce_dtype,
+}
+
+
+def run_check(
+    request: str, check: Callable[[int, int], None], rank: int, ranks: int, write: Callable[..., None]
+) -> None:
+    failure = ""
+    try:
+        check(rank, ranks)
+    except Exception:
+        failure = f"rank {rank}: {traceback.format_exc()[-2000:]}"
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, failure)
+    if rank == 0:
+        write(json.dumps({"name": request, "failure": next(filter(None, every), "")}))
+
+
+def worker(
+    rank: int, ranks: int, implementation: str, requests: list[str], store: str, write: Callable[..., None]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    half = ranks // 2
+    rows, columns = [], []  # of a grid of 2 parts of the vocabulary and `half` shares of the tokens
+    for share in range(half):
+        rows.append(dist.new_group([2 * share, 2 * share + 1]))
+    for part in range(2):
+        columns.append(dist.new_group(list(range(part, ranks, 2))))
+    world = dist.group.WORLD
+    places = {
+        "vocabulary": Place(rank, ranks, world, 0, 1, None),
+        "tokens": Place(0, 1, None, rank, ranks, world),
+        "both": Place(rank % 2, 2, rows[rank // 2], rank // 2, half, columns[rank % 2]),
+    }
+    by_name = {case.name: case for case in cases()}
+    for request in requests:
+        form, name = request.split(":", 1)
+        if form == "check":
+            run_check(request, CHECKS[name], rank, ranks, write)
+            continue
+        case = replace(by_name[name], tight_memory=True)
+        arrays, place = make_arrays(by_name[name]), places[form]
+        try:
+            outcome: Any = run(case, arrays, place, implementation)
+        except Exception as failure:  # one failing case must not hide the others, and the ranks fail together
+            outcome = f"{type(failure).__name__}: {failure}"
+        every: list[Any] = [None] * ranks
+        dist.all_gather_object(every, ((place.part, place.share), outcome))
+        if rank:
+            continue
+        result: dict[str, Any] = {"name": request}
+        failures = [one for _, one in every if isinstance(one, str)]
+        try:
+            if failures:
+                raise RuntimeError(failures[0])
+            result["used"] = check(case, arrays, joined(case, dict(every)), shares=place.shares)
+        except Exception as failure:
+            result["failure"] = f"{type(failure).__name__}: {failure}"
+        write(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    ranks, implementation, *requests = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = int(ranks), implementation, requests, f"{folder}/store", lambda line: print(line, flush=True)
+        # Forked, so that the processes share what this one has imported.
+        processes = [get_context("fork").Process(target=worker, args=(rank, *arguments)) for rank in range(int(ranks))]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        failed = [process.exitcode for process in processes if process.exitcode]
+    sys.stdout.flush()
+    os._exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
