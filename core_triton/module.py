@@ -30,11 +30,14 @@ class LinearCrossEntropy(nn.Module):
 
     Args:
         hidden_size: D.
-        num_classes: V.
+        num_classes: V. With vocab_group, the rows of this rank's shard.
         bias: whether the head has a bias.
         weight: (V,) class weights, kept as a buffer.
         reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget,
             saved_budget, implementation, head_precision, batch_invariant: as for `linear_cross_entropy`.
+        vocab_group, token_group, reduce_dtype: as for `linear_cross_entropy`. For a module in
+            `DistributedDataParallel` or FSDP2 (`fully_shard`), token_group is the group of its ranks: then the averaged
+            gradients are those of the mean over all tokens.
         device, dtype: of the parameters.
 
     Raises:
@@ -67,13 +70,18 @@ class LinearCrossEntropy(nn.Module):
         implementation: str | None = None,
         head_precision: HeadPrecision | None = None,
         batch_invariant: bool = False,
+        vocab_group: "dist.ProcessGroup | None" = None,
+        token_group: "dist.ProcessGroup | None" = None,
+        reduce_dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
         self.spec = LossSpec(reduction, *options)
-        self.spec.classes(num_classes)
+        if vocab_group is None:
+            self.spec.classes(num_classes)
+        self.vocab_group, self.token_group, self.reduce_dtype = vocab_group, token_group, reduce_dtype
         check_memory_budget(memory_budget)
         self.memory_budget = memory_budget
         self.saved_budget = check_saved_budget(
@@ -106,14 +114,9 @@ class LinearCrossEntropy(nn.Module):
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         grad_into: Tensor | None = None,
-        vocab_group: "dist.ProcessGroup | None" = None,
-        token_group: "dist.ProcessGroup | None" = None,
-        reduce_dtype: torch.dtype = torch.float32,
-        check_agreement: bool = False,
     ) -> Tensor:
         """Returns the float32 loss of input (..., D) and target (...,). The other arguments are those of
-        `linear_cross_entropy`. With `DistributedDataParallel` or FSDP2 (`fully_shard`) around the module, pass their
-        group as token_group: then the averaged gradients are those of the mean over all tokens."""
+        `linear_cross_entropy`."""
         options: dict[str, Any] = {name: getattr(self.spec, name) for name in OPTIONS}
         return linear_cross_entropy(
             input,
@@ -128,10 +131,9 @@ class LinearCrossEntropy(nn.Module):
             implementation=self.implementation,
             grad_into=grad_into,
             batch_invariant=self.batch_invariant,
-            vocab_group=vocab_group,
-            token_group=token_group,
-            reduce_dtype=reduce_dtype,
-            check_agreement=check_agreement,
+            vocab_group=self.vocab_group,
+            token_group=self.token_group,
+            reduce_dtype=self.reduce_dtype,
             **options,
         )
 

@@ -4,8 +4,7 @@ Each rank holds some rows of the head. For each chunk of rows of the input, all 
 own classes, exchange them and merge them in the order of the ranks, so that every rank has the same bits: MATH.md (26).
 The gradients of a rank's rows of the head are complete then. d_input is a sum over the ranks.
 
-The collectives are those that PyTorch's own compiled programs call (`_c10d_functional`), because torch.compile can
-trace them and because they take the name of a group, which an operator can have as an argument.
+An operator of torch.compile cannot have a group as an argument, so a group is passed by its name.
 """
 
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from core_triton import row_math
 from core_triton.row_math import Partial
@@ -67,15 +67,19 @@ class VocabShard:
 
 
 def all_sum(tensor: Tensor, group: str) -> Tensor:
-    """Returns the sum of a contiguous tensor over the ranks of a group, in place."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_reduce_(tensor, "sum", group))
+    """Returns the sum of a contiguous tensor over the ranks of a group, which it may overwrite."""
+    if torch.compiler.is_compiling():
+        functional = torch.ops._c10d_functional
+        return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
+    dist.all_reduce(tensor, group=_resolve_process_group(group))
+    return tensor
 
 
 def gather(tensor: Tensor, ranks: int, group: str) -> Tensor:
     """Returns the contiguous tensors of all ranks of a group, one after the other along the first axis."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_gather_into_tensor(tensor, ranks, group))
+    result = tensor.new_empty((ranks * len(tensor), *tensor.shape[1:]))
+    dist.all_gather_into_tensor(result, tensor, group=_resolve_process_group(group))
+    return result
 
 
 def check_group(name: str, group: Any) -> "dist.ProcessGroup":
