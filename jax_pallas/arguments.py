@@ -11,6 +11,7 @@ from jax import Array
 
 from jax_pallas import launch, ops, row_math
 from jax_pallas.launch import DeviceInfo
+from jax_pallas.options import ONE_DEVICE, Devices
 from jax_pallas.primitives import varying
 from jax_pallas.token_losses import Named
 from linear_ce.spec import (
@@ -19,6 +20,7 @@ from linear_ce.spec import (
     check_arrays,
     check_batch_invariant,
     check_choice,
+    check_flag,
     check_memory_budget,
     check_normalizer,
 )
@@ -94,12 +96,14 @@ def prepare(
     saved_budget: int = 0,
     *,
     statistics: int,
+    devices: Devices = ONE_DEVICE,
 ) -> Call:
     """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector.
 
     The arrays are those of ARRAYS and a normalizer.
     """
     *present, normalizer = arrays
+    check_flag("replicated", devices.replicated)
     named: dict[str, Any] = dict(zip(ARRAYS, present, strict=True))
     for name, array in named.items():
         optional = name not in ("input", "linear_weight", "target")
@@ -158,6 +162,7 @@ def prepare(
         saved_as=saved_as,
         has_grad_into=named["grad_into"] is not None,
         batch_invariant=batch_invariant,
+        devices=devices,
     )
     flat_arrays = options.arrays(
         input=named["input"].reshape(-1, named["input"].shape[-1]),

@@ -36,6 +36,7 @@ from jax.typing import ArrayLike
 from jax_pallas import elementwise, launch, ops, row_math, saved_ops
 from jax_pallas.arguments import Call, Implementation, check_per_token, choose, prepare
 from jax_pallas.launch import DeviceInfo
+from jax_pallas.options import Devices
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
 from jax_pallas.row_math import TokenStats
@@ -124,6 +125,7 @@ def linear_cross_entropy(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    replicated: bool = False,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -134,9 +136,9 @@ def linear_cross_entropy(
     Options that `torch.nn.functional.cross_entropy` also has mean exactly the same here. There is one deviation: if no
     token is counted (no valid target, an empty batch, a zero denominator), the loss is 0 with zero gradients, not NaN.
 
-    - Sharded arrays: call the function within `jax.shard_map`, on the tokens of each device. Under plain jit the
-      compiler cannot partition the loops and kernels. It gathers the arrays, and each device computes the whole loss. A
-      trace with automatic axes cannot detect that.
+    - Several devices: call the function within `jax.shard_map`, on the tokens of each device. The compiler cannot
+      divide the loops and kernels among devices. So a program for several devices, also one operation on sharded
+      arrays, is refused where it is compiled, unless `replicated` is True or "chunked" runs in one chunk.
     - `jax.lax.scan` over micro-batches: differentiate within its body, or under `jax.checkpoint`. Otherwise the head's
       gradient of each micro-batch is saved.
     - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A
@@ -213,6 +215,8 @@ def linear_cross_entropy(
             entropy); for the gradient of input "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and
             "pallas_triton" V a multiple of 64 without padding. Results of another GPU, of another version or of another
             engine's head may differ in their last bits.
+        replicated: whether a program for several devices, outside of `jax.shard_map`, may gather the arrays and compute
+            the whole loss on every device. Without it such a program is an error.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into and another reduction the pair (loss, sum).
@@ -220,8 +224,9 @@ def linear_cross_entropy(
     Raises:
         TypeError: an argument is not an array or has an unsupported dtype.
         ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, an array is sharded
-            over explicit axes, or grad_into is not differentiated with reduction "none", or shared there by devices of
-            `jax.shard_map` or by heads of `jax.vmap`. The message names the argument.
+            over explicit axes, the call is compiled for several devices outside of `jax.shard_map`, or grad_into is not
+            differentiated with reduction "none", or shared there by devices of `jax.shard_map` or by heads of
+            `jax.vmap`. The message names the argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -249,7 +254,7 @@ def linear_cross_entropy(
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=0)
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=0, devices=Devices(replicated))
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
@@ -277,6 +282,7 @@ def linear_cross_entropy_with_stats(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    replicated: bool = False,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -303,7 +309,7 @@ def linear_cross_entropy_with_stats(
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=MAX | LSE)
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=MAX | LSE, devices=Devices(replicated))
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
@@ -336,6 +342,7 @@ def linear_log_probs(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    replicated: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -374,7 +381,7 @@ def linear_log_probs(
     saved_budget = check_saved_budget(saved_budget, "none", grad_into=into, head_precision=head_precision)
     statistics = LSE | ENTROPY | BY_ROW
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=Devices(replicated))
     log_probs = (saved_ops if saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -401,6 +408,7 @@ def linear_token_loss(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    replicated: bool = False,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -463,7 +471,15 @@ def linear_token_loss(
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant
+    options += (
+        head_precision,
+        memory_budget,
+        implementation,
+        vocab_axis,
+        grad_into,
+        batch_invariant,
+        Devices(replicated),
+    )
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
@@ -489,6 +505,7 @@ def linear_token_loss_with_stats(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    replicated: bool = False,
 ) -> tuple[Array, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -520,7 +537,15 @@ def linear_token_loss_with_stats(
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant
+    options += (
+        head_precision,
+        memory_budget,
+        implementation,
+        vocab_axis,
+        grad_into,
+        batch_invariant,
+        Devices(replicated),
+    )
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
@@ -536,13 +561,13 @@ def _token_loss(
     stats: tuple[bool, ...],
 ) -> tuple[Any, TokenStats]:
     reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant = rest
+    head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant, devices = rest
     spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
     with_entropy = takes_entropy(token_loss, with_entropy)
     statistics = statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
     how = memory_budget, implementation, batch_invariant
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=devices)
     flat = check_per_token(token_loss, per_token, call.leading, "target's")
     arguments = with_entropy + len(per_token)
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)

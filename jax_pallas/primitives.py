@@ -7,6 +7,7 @@ primitives are. Then an array that was the same on all devices gets the sum of t
 primitive has no mesh.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -17,6 +18,8 @@ from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+
+from jax_pallas.launch import Lowering
 
 Function = Callable[..., Any]
 Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, size, arrays, axes) -> results or None
@@ -92,23 +95,32 @@ def compiled(primitive: Primitive, function: Function, *static: str) -> Function
     return jax.jit(call, static_argnames=static)
 
 
+def _partitioned(context: Any) -> int:
+    """Returns among how many devices XLA divides the part of a program that is lowered in this axis context: those of
+    the axes of a mesh that no `jax.shard_map` around it maps. 1 where it divides nothing."""
+    if isinstance(context, mlir.SPMDAxisContext):
+        return math.prod(size for name, size in context.mesh.shape.items() if name not in context.manual_axes)
+    return context.num_devices
+
+
 def opaque(name: str) -> Callable[[Function], Function]:
     """Turns a function into a primitive that is not differentiable and that partial evaluation does not split.
 
-    The function takes the `platform` that it is lowered for. Without a platform it is traced for the shapes of its
-    results. When it is lowered it is traced again, for that platform only, which `jax.lax.platform_dependent` would not
-    do. Under vmap it runs for one element after the other, because each one may take the whole memory budget.
+    The function takes the `lowering`: what it is lowered for. Without it, it is traced for the shapes of its results.
+    When it is lowered it is traced again, for one platform only, which `jax.lax.platform_dependent` would not do. Under
+    vmap it runs for one element after the other, because each one may take the whole memory budget.
     """
 
     def decorate(function: Function) -> Function:
         primitive, bound, flat = _primitive(name, function, returns_tuple=False)
 
         def lower(context: mlir.LoweringRuleContext, *leaves: Any, **parameters: Any) -> Any:
-            platform = (context.platforms or context.module_context.platforms)[0]
+            platforms = context.platforms or context.module_context.platforms
+            lowering = Lowering(platforms[0], _partitioned(context.module_context.axis_context))
             types: Sequence[Any] = context.avals_in
             context = context.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in types])
             with one_device():
-                return mlir.lower_fun(partial(flat, platform=platform))(context, *leaves, **parameters)
+                return mlir.lower_fun(partial(flat, lowering=lowering))(context, *leaves, **parameters)
 
         def batch(leaves: Sequence[Any], axes: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
             one = sequential_vmap(lambda *leaves: primitive.bind(*leaves, **parameters))

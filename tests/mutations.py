@@ -570,6 +570,13 @@ ROW_GRADIENTS = (
         tests("jax_pallas_edges", "upstream_gradient_is_0"),
     ),
 )
+JAX_SCALE = tests("jax_pallas_scale", "refused")
+SCALE = (
+    Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
+    Mutation("jax_pallas/problem.py", 'if plan.path != "chunked" or ', "if ", JAX_SCALE),
+    Mutation("jax_pallas/primitives.py", "    return context.num_devices\n", "    return 1\n", JAX_SCALE),
+    Mutation("jax_pallas/primitives.py", " if name not in context.manual_axes)", ")", JAX_SCALE),
+)
 STORED_LOGITS = (
     Mutation(
         "core_triton/stored_logits.py",
@@ -624,9 +631,9 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/chunked.py", "head_scale if problem.grad_into is not None else ", "", JAX_INTO),
     Mutation("jax_pallas/linear_ce.py", "jax.lax.stop_gradient(total)", "total", JAX_INTO),
     Mutation("jax_pallas/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", JAX_INTO),
-    Mutation("jax_pallas/ops.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
-    Mutation("jax_pallas/ops.py", 'and not named["grad_into"].perturbed', "and False", JAX_INTO),
-    Mutation("jax_pallas/ops.py", "None if self.has_grad_into else d_weight", "d_weight", JAX_INTO),
+    Mutation("jax_pallas/options.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
+    Mutation("jax_pallas/options.py", 'and not named["grad_into"].perturbed', "and False", JAX_INTO),
+    Mutation("jax_pallas/options.py", "None if self.has_grad_into else d_weight", "d_weight", JAX_INTO),
     Mutation("jax_pallas/ops.py", "lambda grad_into, _: (grad_into,)", "lambda grad_into, _: (None,)", JAX_INTO),
     Mutation(
         "jax_pallas/ops.py",
@@ -1312,7 +1319,7 @@ SAME_LAUNCHES = (
 
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
