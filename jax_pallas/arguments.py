@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from jax_pallas import launch, ops, row_math
+from jax_pallas.devices import ONE_DEVICE, Devices, check_tokens
 from jax_pallas.launch import DeviceInfo
-from jax_pallas.options import ONE_DEVICE, Devices
 from jax_pallas.primitives import varying
 from jax_pallas.token_losses import Named
 from linear_ce.spec import (
@@ -20,7 +20,6 @@ from linear_ce.spec import (
     check_arrays,
     check_batch_invariant,
     check_choice,
-    check_flag,
     check_memory_budget,
     check_normalizer,
 )
@@ -103,7 +102,6 @@ def prepare(
     The arrays are those of ARRAYS and a normalizer.
     """
     *present, normalizer = arrays
-    check_flag("replicated", devices.replicated)
     named: dict[str, Any] = dict(zip(ARRAYS, present, strict=True))
     for name, array in named.items():
         optional = name not in ("input", "linear_weight", "target")
@@ -124,6 +122,7 @@ def prepare(
     for name in ARRAYS:
         _check_unsharded(name, named[name])
     _check_varying(spec, **named)
+    check_tokens(devices, named)
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
@@ -139,6 +138,8 @@ def prepare(
         implementation=implementation,
         reason=launch.symbolic_limits(named["input"].shape),
     )
+    if saved_budget and devices.axes:
+        raise ValueError(f"saved_budget must be 0 with token_axis_names: saved rows are not summed, got {saved_budget}")
     saved_as = None
     if saved_budget:  # a trace has the shapes of what is saved, so it must know which implementation saves it
         saved_as = implementation or choose(named["input"], named["linear_weight"], vocab_axis, None, None)[0].name
@@ -147,7 +148,7 @@ def prepare(
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
     flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
     row_weight, n_valid = row_math.row_weights(
-        spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes
+        spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes, devices
     )
     options = ops.Options(
         spec=spec,

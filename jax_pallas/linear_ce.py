@@ -35,8 +35,8 @@ from jax.typing import ArrayLike
 
 from jax_pallas import elementwise, launch, ops, row_math, saved_ops
 from jax_pallas.arguments import Call, Implementation, check_per_token, choose, prepare
+from jax_pallas.devices import devices_of
 from jax_pallas.launch import DeviceInfo
-from jax_pallas.options import Devices
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
 from jax_pallas.row_math import TokenStats
@@ -70,7 +70,8 @@ from linear_ce.statistics import (
 class LossStats(NamedTuple):
     """What `linear_cross_entropy_with_stats` returns besides the loss. None of it has a gradient.
 
-    Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0.
+    Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0. With token_axis_names,
+    accuracy, n_valid and the z_loss of a scalar reduction are those of all devices.
     """
 
     lse: Array  # (...,) float32, log-sum-exp of the logits
@@ -125,6 +126,7 @@ def linear_cross_entropy(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    token_axis_names: str | Sequence[str] | None = None,
     replicated: bool = False,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
@@ -215,6 +217,14 @@ def linear_cross_entropy(
             entropy); for the gradient of input "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and
             "pallas_triton" V a multiple of 64 without padding. Results of another GPU, of another version or of another
             engine's head may differ in their last bits.
+        token_axis_names: mesh axes of a `jax.shard_map` around the call, over which the devices have different tokens.
+            "mean" divides by the number of counted tokens (or the sum of their class weights) of all these devices, and
+            normalizer is the denominator of all. "mean" and "sum" return the loss of the tokens of all devices, the
+            same on each. The gradients of linear_weight and linear_bias are summed over the devices in float32, and
+            then rounded; so do not sum them again. The kernels add them up as with grad_into. Results for tokens stay
+            on their device, and so does what is added to grad_into: sum it after the last micro-batch. saved_budget
+            must be 0. Without this argument each device computes the loss of its tokens, and JAX sums the gradients of
+            shared arrays in their dtype.
         replicated: whether a program for several devices, outside of `jax.shard_map`, may gather the arrays and compute
             the whole loss on every device. Without it such a program is an error.
 
@@ -254,7 +264,7 @@ def linear_cross_entropy(
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=0, devices=Devices(replicated))
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=0, devices=devices_of(replicated, token_axis_names))
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
@@ -282,6 +292,7 @@ def linear_cross_entropy_with_stats(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    token_axis_names: str | Sequence[str] | None = None,
     replicated: bool = False,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
@@ -309,17 +320,19 @@ def linear_cross_entropy_with_stats(
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=MAX | LSE, devices=Devices(replicated))
+    call = prepare(
+        spec, arrays, vocab_axis, *how, statistics=MAX | LSE, devices=devices_of(replicated, token_axis_names)
+    )
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
     z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
-    right = row_math.is_top1(call.row_weight, target_logit, top)
+    right, total_of = row_math.is_top1(call.row_weight, target_logit, top), call.options.devices.sum
     stats = LossStats(
         lse=lse.reshape(call.leading),
         target_logit=target_logit.reshape(call.leading),
-        z_loss=z_loss.reshape(call.leading) if spec.reduction == "none" else z_loss.sum(),
-        accuracy=right.sum() / jnp.maximum(contributes.sum(), 1).astype(jnp.float32),
+        z_loss=z_loss.reshape(call.leading) if spec.reduction == "none" else total_of(z_loss.sum()),
+        accuracy=total_of(right.sum()) / jnp.maximum(total_of(contributes.sum()), 1).astype(jnp.float32),
         n_valid=call.n_valid,
     )
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total), stats
@@ -381,7 +394,7 @@ def linear_log_probs(
     saved_budget = check_saved_budget(saved_budget, "none", grad_into=into, head_precision=head_precision)
     statistics = LSE | ENTROPY | BY_ROW
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=Devices(replicated))
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=devices_of(replicated))
     log_probs = (saved_ops if saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -408,6 +421,7 @@ def linear_token_loss(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    token_axis_names: str | Sequence[str] | None = None,
     replicated: bool = False,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
@@ -478,7 +492,7 @@ def linear_token_loss(
         vocab_axis,
         grad_into,
         batch_invariant,
-        Devices(replicated),
+        devices_of(replicated, token_axis_names),
     )
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
@@ -505,6 +519,7 @@ def linear_token_loss_with_stats(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    token_axis_names: str | Sequence[str] | None = None,
     replicated: bool = False,
 ) -> tuple[Array, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
@@ -544,7 +559,7 @@ def linear_token_loss_with_stats(
         vocab_axis,
         grad_into,
         batch_invariant,
-        Devices(replicated),
+        devices_of(replicated, token_axis_names),
     )
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)

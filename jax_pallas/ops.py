@@ -25,7 +25,7 @@ it, partial evaluation (in `jax.checkpoint` for example) would hoist loop invari
 the head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, launch, row_math
+from jax_pallas.devices import aligned
 from jax_pallas.launch import Lowering
 from jax_pallas.options import Arrays, Options, TokenOptions
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
@@ -81,17 +82,19 @@ def rule_of_arrays(function: Callable[..., Arrays]) -> Any:
 def _loss_and_gradients(options: Options, *arrays: Array) -> Arrays:
     if options.has_grad_into:
         losses, statistics, gradients, _ = _plan_a((options, _ONLY_D_WEIGHT), *arrays)
-        return losses.sum(), *statistics, *_totals(gradients)
+        return options.devices.sum(losses.sum()), *statistics, *_totals(gradients)
     losses, *statistics = row_losses_rule(options, *arrays)
-    return losses.sum(), *statistics
+    return options.devices.sum(losses.sum()), *statistics
 
 
 def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, totals = options.needs_grad(primals), ()
-    losses, statistics, gradients, scales = _plan_a((options, needs_grad), *(primal.value for primal in primals))
+    arrays = tuple(primal.value for primal in primals)
+    losses, statistics, gradients, scales = _plan_a((options, needs_grad), *arrays)
     if options.has_grad_into:
         totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
-    return (losses.sum(), *statistics, *totals), (jax.tree.map(as_residual, gradients), scales)
+    gradients, scales = _summed(options, gradients, scales, arrays)
+    return (options.devices.sum(losses.sum()), *statistics, *totals), (jax.tree.map(as_residual, gradients), scales)
 
 
 def _loss_and_gradients_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
@@ -182,9 +185,11 @@ def row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     upstream = jnp.where(row_weight != 0, d_loss * row_weight, 0.0)
     d_entropy = _row_statistics_of(cotangents[1:], options.statistics).entropy
     if entropy is None or d_entropy is None or isinstance(d_entropy, SymbolicZero):
-        return options.cotangents(gradients_of_rows((options, needs_grad), arrays, lse, upstream))
-    of_rows = -upstream, d_entropy, jnp.zeros_like(lse)  # the loss is -log_prob
-    return options.cotangents(_log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows))
+        gradients = gradients_of_rows((options, needs_grad), arrays, lse, upstream)
+    else:
+        of_rows = -upstream, d_entropy, jnp.zeros_like(lse)  # the loss is -log_prob
+        gradients = _log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows)
+    return options.cotangents(_summed(options, gradients, None, arrays)[0])
 
 
 row_losses_rule.defvjp(row_losses_fwd, row_losses_bwd, symbolic_zeros=True)
@@ -243,12 +248,12 @@ def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
     if token.options.has_grad_into:
         nothing = TokenNeedsGrad((False,) * len(per_token), (False,) * len(closure))
         rows, stats, gradients, _ = _token_plan_a((token, _ONLY_D_WEIGHT, nothing), *arrays)
-        return rows.loss.sum(), *stats, *_totals(gradients)
+        return token.devices.sum(rows.loss.sum()), *stats, *_totals(gradients)
     nll, found = losses_of_rows(token.options, *_unweighted(token.options, of_call))
     row_weight = token.options.named(of_call)["row_weight"]
     values = token.values(per_token, found.entropy)
     loss = _token_values(token.function, 0.0 - nll, row_weight, values, closure).sum()
-    return loss, *_stats(token, 0.0 - nll, row_weight, found)
+    return token.devices.sum(loss), *_stats(token, 0.0 - nll, row_weight, found)
 
 
 def _stats(token: TokenOptions, log_prob: Array, row_weight: Array, found: row_math.RowStatistics | None) -> Arrays:
@@ -269,6 +274,7 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         rows, stats, gradients, scales = _token_plan_a((token, needs_grad, token_needs_grad), *arrays)
         if options.has_grad_into:
             totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
+        gradients, scales = _summed(options, gradients, scales, token.split(arrays)[0])
     else:
         of_call, per_token, closure = token.split(arrays)
         nll, found = losses_of_rows(options, *_unweighted(options, of_call))
@@ -280,11 +286,15 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         rows = rows._replace(d_per_token=rows.d_per_token[token.with_entropy :])
         stats = _stats(token, 0.0 - nll, row_weight, found)
         gradients, scales = NOTHING_COMPUTED, None
-    of_tokens = (*rows.d_per_token, *rows.d_closure)
+    of_tokens = (*rows.d_per_token, *_summed_closure(token, rows.d_closure, token.split(arrays)[2]))
     # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
     like = zip(of_tokens, arrays[len(of_call) :], strict=True)
     dtypes = tuple(None if gradient is None else jnp.zeros(0, array.dtype) for gradient, array in like)
-    return (rows.loss.sum(), *stats, *totals), (jax.tree.map(as_residual, (gradients, of_tokens)), scales, dtypes)
+    return (token.devices.sum(rows.loss.sum()), *stats, *totals), (
+        jax.tree.map(as_residual, (gradients, of_tokens)),
+        scales,
+        dtypes,
+    )
 
 
 def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
@@ -318,7 +328,7 @@ def _token_rows_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any
     upstream = jnp.where(row_weight != 0, row_weight * dense(cotangents[0]), 0.0)
     per_token, closure = tuple(arrays[: token.per_token]), tuple(arrays[token.per_token :])
     rows = _token_derivatives((token.function, needs_grad), log_prob, upstream, per_token, closure)
-    found = (*rows.d_per_token, *rows.d_closure)
+    found = (*rows.d_per_token, *_summed_closure(token, rows.d_closure, closure))
     typed = (None if d is None else d.astype(array.dtype) for d, array in zip(found, arrays, strict=True))
     return (0.0 - rows.gradient_weight, None, *typed)
 
@@ -355,6 +365,36 @@ def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
     of_rows = replace(token, per_token=len(values))
     loss = token_rows(of_rows, 0.0 - nll, row_weight, *values, *closure)[0]
     return loss, *_stats(token, jax.lax.stop_gradient(0.0 - nll), row_weight, found)
+
+
+def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays) -> tuple[Gradients, Any]:
+    """Returns gradients whose parts of linear_weight and linear_bias are sums over the devices that have different
+    tokens, rounded to their dtypes afterwards, and the powers of two that all gradients carry.
+
+    The gradients of each device are those of `make_problem`: float32, and that of linear_weight carries no power.
+    """
+    devices, named = options.devices, options.named(arrays)
+    if not devices.token_axes:
+        return gradients, scales
+    head_scale = None
+    if scales is not None:
+        head_scale = row_math.saved_scales(named["row_weight"], devices)[1]
+
+    def summed(gradient: Array | None, name: str, scale: Array | None) -> Array | None:
+        if gradient is None or (name == "linear_weight" and options.has_grad_into):
+            return gradient
+        total = devices.sum_of_shared(gradient if scale is None else gradient / scale, named[name])
+        return (total if head_scale is None else total * head_scale).astype(named[name].dtype)
+
+    d_weight = summed(gradients.d_weight, "linear_weight", None)
+    d_bias = summed(gradients.d_bias, "linear_bias", None if scales is None else scales[1])
+    return Gradients(gradients.d_input, d_weight, d_bias), None if scales is None else (scales[0], head_scale)
+
+
+def _summed_closure(token: TokenOptions, d_closure: Sequence[Array | None], closure: Arrays) -> Sequence[Array | None]:
+    """Returns the gradients of a closure as sums over the devices that have different tokens."""
+    pairs = zip(d_closure, closure, strict=True)
+    return tuple(None if d is None else token.devices.sum_of_shared(d, array) for d, array in pairs)
 
 
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:
@@ -551,6 +591,11 @@ def make_problem(
     """
     shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
     problem = Problem(**options.named(arrays), **shared)
+    if options.devices.token_axes:  # the gradients of the head are summed in float32 before they are rounded
+        b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
+        if needs_grad.d_weight and into is None:
+            into = jnp.zeros(w.shape, jnp.float32)
+        problem = replace(problem, linear_bias=None if b is None else b.astype(jnp.float32), grad_into=into)
     implementation = implementation_of(options, arrays, lowering)
     plan = plan_for(
         problem,
@@ -699,8 +744,42 @@ def _as_rows(arrays: Sequence[Any], axes: Sequence[Any], size: int) -> Arrays:
     return tuple(flat(array, axis) for array, axis in zip(arrays, axes, strict=True))
 
 
-loss_and_gradients = differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch))
-row_losses = operator_of_rows("linear_ce_row_losses", row_losses_rule)
+def _on_devices(operator: Callable[..., Arrays], rule: Any, shared: Callable[[Any, int], Container[int]]) -> Any:
+    """Makes calls that name axes of a mesh run `rule` in place of the operator, whose arguments would all vary over
+    these axes. `shared(static, count)` are the places of those of `count` arrays that devices may share."""
+
+    # Outside of jit, jax.shard_map does not run custom_vjp functions with symbolic zeros.
+    compiled = jax.jit(lambda static, *arrays: rule(static, *arrays), static_argnums=0)
+
+    def call(static: Any, *arrays: Array) -> Arrays:
+        if not static.devices.axes:
+            return operator(static, *arrays)
+        return compiled(static, *aligned(static.devices, arrays, shared(static, len(arrays))))
+
+    return call
+
+
+def _places_of_head(options: Options, count: int) -> tuple[int, ...]:
+    return (1, 4) if options.has_bias else (1,)
+
+
+def _places_of_shared(token: TokenOptions, count: int) -> tuple[int, ...]:
+    first = token.options.count + token.per_token
+    return (*_places_of_head(token.options, count), *range(first, count))
+
+
+loss_and_gradients = _on_devices(
+    differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch)),
+    _loss_and_gradients,
+    _places_of_head,
+)
+row_losses = _on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places_of_head)
 log_probs = operator_of_rows("linear_ce_log_probs", log_probs_rule)
-token_loss_and_gradients = differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch)
-token_rows = differentiable("linear_ce_token_rows", _token_rows, _token_rows_of_batch)
+token_loss_and_gradients = _on_devices(
+    differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch), _token_loss, _places_of_shared
+)
+token_rows = _on_devices(
+    differentiable("linear_ce_token_rows", _token_rows, _token_rows_of_batch),
+    _token_rows,
+    lambda token, count: range(2 + token.per_token, count),
+)

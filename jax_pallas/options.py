@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax import Array
 
+from jax_pallas.devices import ONE_DEVICE, Devices
 from jax_pallas.problem import Gradients, NeedsGrad
 from jax_pallas.token_hook import TokenFunction
 from linear_ce.spec import LossSpec
@@ -13,15 +14,6 @@ from linear_ce.spec import LossSpec
 # input (N, D), linear_weight, target (N,), row_weight (N,), then those of linear_bias, class_weight and grad_into that
 # the call has.
 Arrays = tuple[Array, ...]
-
-
-class Devices(NamedTuple):
-    """How a call runs on several devices."""
-
-    replicated: bool = False  # where the program divides no arrays, each device may compute the whole call
-
-
-ONE_DEVICE = Devices()
 
 
 @dataclass(frozen=True)
@@ -118,6 +110,10 @@ class TokenOptions:
     per_token: int  # the number of per-token arrays
     stats: tuple[bool, ...]  # which fields of `TokenStats` are computed
     with_entropy: bool  # whether the function takes the entropies
+
+    @property
+    def devices(self) -> Devices:
+        return self.options.devices
 
     def values(self, per_token: Sequence[Any], entropy: Array | None) -> tuple[Any, ...]:
         """Returns the arguments of the function besides the log-probabilities and the closure."""

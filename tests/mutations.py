@@ -571,7 +571,22 @@ ROW_GRADIENTS = (
     ),
 )
 JAX_SCALE = tests("jax_pallas_scale", "refused")
+JAX_TOKEN_AXES = tests("jax_pallas_scale", "tokens")
 SCALE = (
+    Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/row_math.py", "devices.sum(denominator)", "denominator", JAX_TOKEN_AXES),
+    Mutation(
+        "jax_pallas/row_math.py",
+        "devices.max(jnp.abs(row_weight).max(initial=0.0))",
+        "jnp.abs(row_weight).max(initial=0.0)",
+        JAX_TOKEN_AXES,
+    ),
+    Mutation(
+        "jax_pallas/ops.py", "gradient if scale is None else gradient / scale, named", "gradient, named", JAX_TOKEN_AXES
+    ),
+    Mutation("jax_pallas/ops.py", "token.devices.sum_of_shared(d, array)", "d", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/ops.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
     Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
     Mutation("jax_pallas/problem.py", 'if plan.path != "chunked" or ', "if ", JAX_SCALE),
     Mutation("jax_pallas/primitives.py", "    return context.num_devices\n", "    return 1\n", JAX_SCALE),
