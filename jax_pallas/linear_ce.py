@@ -22,8 +22,6 @@ or `target_grad.py`.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,27 +29,18 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_pallas import elementwise, launch, ops, row_math, saved_ops
-from jax_pallas.arguments import Call, Implementation, check_per_token, choose, prepare
-from jax_pallas.devices import devices_of
-from jax_pallas.launch import DeviceInfo
-from jax_pallas.plan import ExecutionPlan, Stage
-from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
+from jax_pallas import elementwise, ops, row_math, saved_ops
+from jax_pallas.arguments import Call, check_per_token, prepare
+from jax_pallas.devices import check_shards, devices_of
+from jax_pallas.explanation import Explanation, explained
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.chunking import plan_passes
-from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
-    ArrayInfo,
     HeadPrecision,
     LossSpec,
     Reduction,
-    check_arrays,
-    check_batch_invariant,
-    check_flag,
-    check_memory_budget,
     check_saved_budget,
 )
 from linear_ce.statistics import (
@@ -89,20 +78,6 @@ class LogProbs(NamedTuple):
     lse: Array
 
 
-class Explanation(Implementation):
-    """What `explain` returns: an `Implementation` with the plan of the call. `str` describes both in a few lines."""
-
-    plan: ExecutionPlan
-
-    def __new__(cls, name: str, reason: str, plan: ExecutionPlan) -> "Explanation":
-        self = super().__new__(cls, name, reason)
-        self.plan = plan
-        return self
-
-    def __str__(self) -> str:
-        return f"implementation: {self.name}, {self.reason}\n{self.plan}"
-
-
 def linear_cross_entropy(
     input: Array,
     linear_weight: Array,
@@ -127,6 +102,8 @@ def linear_cross_entropy(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
@@ -225,6 +202,15 @@ def linear_cross_entropy(
             on their device, and so does what is added to grad_into: sum it after the last micro-batch. saved_budget
             must be 0. Without this argument each device computes the loss of its tokens, and JAX sums the gradients of
             shared arrays in their dtype.
+        vocab_axis_name: mesh axis of a `jax.shard_map` around the call, over which the vocabulary is divided. (Not
+            vocab_axis, which says which axis of the array linear_weight is the vocabulary.) Each device of the mesh
+            axis passes its shard of linear_weight, and of linear_bias and grad_into, in the order of the axis and with
+            as many rows as the others. V is then the number of rows of all shards, vocab_size the number of classes of
+            all, and weight has V numbers. All other arrays are the same on the devices of the axis, and so are the
+            results and the gradient of input, bit for bit. The gradients of linear_weight and linear_bias are those of
+            the shard. It runs "chunked"; saved_budget must be 0 and batch_invariant False.
+        reduce_dtype: float32, or bfloat16 to halve the bytes of the sum of the gradient of input over the devices of
+            vocab_axis_name. Each addition then rounds to bfloat16.
         replicated: whether a program for several devices, outside of `jax.shard_map`, may gather the arrays and compute
             the whole loss on every device. Without it such a program is an error.
 
@@ -264,7 +250,14 @@ def linear_cross_entropy(
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=0, devices=devices_of(replicated, token_axis_names))
+    call = prepare(
+        spec,
+        arrays,
+        vocab_axis,
+        *how,
+        statistics=0,
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+    )
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
@@ -293,6 +286,8 @@ def linear_cross_entropy_with_stats(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
@@ -321,7 +316,12 @@ def linear_cross_entropy_with_stats(
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
     how = memory_budget, implementation, batch_invariant, saved_budget
     call = prepare(
-        spec, arrays, vocab_axis, *how, statistics=MAX | LSE, devices=devices_of(replicated, token_axis_names)
+        spec,
+        arrays,
+        vocab_axis,
+        *how,
+        statistics=MAX | LSE,
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
     )
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
@@ -355,6 +355,8 @@ def linear_log_probs(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
@@ -394,7 +396,14 @@ def linear_log_probs(
     saved_budget = check_saved_budget(saved_budget, "none", grad_into=into, head_precision=head_precision)
     statistics = LSE | ENTROPY | BY_ROW
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=devices_of(replicated))
+    call = prepare(
+        spec,
+        arrays,
+        vocab_axis,
+        *how,
+        statistics=statistics,
+        devices=devices_of(replicated, None, vocab_axis_name, reduce_dtype),
+    )
     log_probs = (saved_ops if saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -422,6 +431,8 @@ def linear_token_loss(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
@@ -492,7 +503,7 @@ def linear_token_loss(
         vocab_axis,
         grad_into,
         batch_invariant,
-        devices_of(replicated, token_axis_names),
+        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
     )
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
@@ -520,6 +531,8 @@ def linear_token_loss_with_stats(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> tuple[Array, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
@@ -559,7 +572,7 @@ def linear_token_loss_with_stats(
         vocab_axis,
         grad_into,
         batch_invariant,
-        devices_of(replicated, token_axis_names),
+        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
     )
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
@@ -586,6 +599,9 @@ def _token_loss(
     flat = check_per_token(token_loss, per_token, call.leading, "target's")
     arguments = with_entropy + len(per_token)
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
+    closure = values_of_closure()
+    check_shards(devices, {f"per_token[{index}]": values for index, values in enumerate(flat)})
+    check_shards(devices, {f"array {index} that token_loss closes over": one for index, one in enumerate(closure)})
     scalar = spec.reduction != "none"
     if call.tokens == 0:
         if scalar:
@@ -598,7 +614,7 @@ def _token_loss(
         )
         return loss, TokenStats(*empty)
     token = ops.TokenOptions(call.options, function, len(flat), stats, with_entropy)
-    operands = (*call.arrays, *flat, *values_of_closure())
+    operands = (*call.arrays, *flat, *closure)
     loss, *found = (ops.token_loss_and_gradients if scalar else ops.token_losses)(token, *operands)
     rest = iter(found)
     made = (jax.lax.stop_gradient(next(rest)).reshape(call.leading) if wanted else None for wanted in stats)
@@ -678,6 +694,7 @@ def explain(
     with_entropy: bool = False,
     batch_invariant: bool = False,
     device: str | None = None,
+    vocab_axis_name: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
@@ -699,6 +716,7 @@ def explain(
             of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
+        vocab_axis_name: as given to the call. linear_weight and grad_into are the shards of one device.
 
     Raises:
         TypeError: a dtype that is not admitted.
@@ -721,57 +739,24 @@ def explain(
         matmuls: logits, d_input, d_weight by XLA
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
+    if vocab_axis_name is not None:
+        vocab_size = None  # of all devices, and a device does not know before how many of its rows are classes
     spec = LossSpec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
-    rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
-    if grad_into is not None and not hasattr(grad_into, "dtype"):
-        raise TypeError(f"grad_into must be an array or None, got {type(grad_into).__name__}")
-    named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
-    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
-    check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
-    launch.check_sizes(input.shape, linear_weight.shape)
-    gpu = None
-    if device is not None:
-        capability, multiprocessors, *_ = gpu_named(device)
-        gpu = DeviceInfo("cuda", capability, multiprocessors, device)
-    chosen, info = choose(input, linear_weight, vocab_axis, implementation, gpu)
-    tokens = math.prod(input.shape[:-1])
-    flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
-    classes = spec.classes(linear_weight.shape[vocab_axis])
-    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis}
-    problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
-    check_flag("with_entropy", with_entropy)
-    into = grad_into is not None
-    # With a scalar reduction the sum of grad_into is a result of the call: its matmul also runs without gradients.
-    needs_grad = NeedsGrad(gradients, gradients or (into and reduction != "none"), False)
-    without_gradients: Stage = "statistics" if batch_invariant or with_entropy else "losses"
-    stage = without_gradients
-    if any(needs_grad):
-        stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
-        if with_entropy and reduction != "none":
-            stage = "entropy_loss_and_gradients"
-    budget = check_memory_budget(memory_budget)
-    given = {"grad_into": into, "head_precision": head_precision, "with_entropy": with_entropy}
-    saved_budget = check_saved_budget(saved_budget, reduction, **given)
-    check_batch_invariant(
-        batch_invariant,
-        label_smoothing=label_smoothing,
+    return explained(
+        input,
+        linear_weight,
+        spec,
+        vocab_axis,
+        implementation,
+        gradients=gradients,
+        memory_budget=memory_budget,
         saved_budget=saved_budget,
-        implementation=chosen.name,
-        reason=chosen.reason,
+        grad_into=grad_into,
+        with_entropy=with_entropy,
+        batch_invariant=batch_invariant,
+        device=device,
+        vocab_axis_name=vocab_axis_name,
     )
-    if saved_budget and gradients:
-        plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
-        return Explanation(*chosen, plan)
-
-    def planned(stage: Stage, needs_grad: NeedsGrad) -> Callable[[], ExecutionPlan]:
-        asked: dict[str, Any] = {"statistics": ENTROPY * with_entropy, "batch_invariant": batch_invariant}
-        added = replace(problem, grad_into=grad_into if any(needs_grad) else None)
-        return partial(ops.plan_for, added, stage, budget, chosen.name, needs_grad, info, **asked)
-
-    passes = [planned(stage, needs_grad)]
-    if stage == "row_gradients":  # the losses run in the forward pass
-        passes.append(planned(without_gradients, NO_GRADIENTS))
-    return Explanation(*chosen, plan_passes(*passes))
 
 
 def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:

@@ -36,7 +36,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_pallas import chunked, launch, row_math
+from jax_pallas import chunked, launch, row_math, vocab_shard
 from jax_pallas.devices import aligned
 from jax_pallas.launch import Lowering
 from jax_pallas.options import Arrays, Options, TokenOptions
@@ -590,7 +590,9 @@ def make_problem(
         ValueError: the call is lowered for several devices, to which XLA cannot distribute it.
     """
     shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
-    problem = Problem(**options.named(arrays), **shared)
+    problem = Problem(**options.named(arrays), **shared, devices=options.devices)
+    offset = vocab_shard.first_class(options.devices, problem.linear_weight.shape[options.vocab_axis])
+    problem = replace(problem, vocab_offset=offset)
     if options.devices.token_axes:  # the gradients of the head are summed in float32 before they are rounded
         b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
         if needs_grad.d_weight and into is None:
@@ -744,42 +746,46 @@ def _as_rows(arrays: Sequence[Any], axes: Sequence[Any], size: int) -> Arrays:
     return tuple(flat(array, axis) for array, axis in zip(arrays, axes, strict=True))
 
 
-def _on_devices(operator: Callable[..., Arrays], rule: Any, shared: Callable[[Any, int], Container[int]]) -> Any:
+def _on_devices(
+    operator: Callable[..., Arrays], rule: Any, places: Callable[[Any, int], tuple[Container[int], Container[int]]]
+) -> Any:
     """Makes calls that name axes of a mesh run `rule` in place of the operator, whose arguments would all vary over
-    these axes. `shared(static, count)` are the places of those of `count` arrays that devices may share."""
-
+    these axes. `places(static, count)` says which of `count` arrays devices with different tokens may share, and which
+    are different where devices divide the vocabulary."""
     # Outside of jit, jax.shard_map does not run custom_vjp functions with symbolic zeros.
     compiled = jax.jit(lambda static, *arrays: rule(static, *arrays), static_argnums=0)
 
     def call(static: Any, *arrays: Array) -> Arrays:
         if not static.devices.axes:
             return operator(static, *arrays)
-        return compiled(static, *aligned(static.devices, arrays, shared(static, len(arrays))))
+        return compiled(static, *aligned(static.devices, arrays, *places(static, len(arrays))))
 
     return call
 
 
-def _places_of_head(options: Options, count: int) -> tuple[int, ...]:
-    return (1, 4) if options.has_bias else (1,)
+def _places(options: Options, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The `places` of the arrays of a call."""
+    shared = (1, 4) if options.has_bias else (1,)
+    return shared, (*shared, options.count - 1) if options.has_grad_into else shared
 
 
-def _places_of_shared(token: TokenOptions, count: int) -> tuple[int, ...]:
-    first = token.options.count + token.per_token
-    return (*_places_of_head(token.options, count), *range(first, count))
+def _places_of_token_loss(token: TokenOptions, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shared, of_head = _places(token.options, count)
+    return (*shared, *range(token.options.count + token.per_token, count)), of_head
 
 
 loss_and_gradients = _on_devices(
     differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch)),
     _loss_and_gradients,
-    _places_of_head,
+    _places,
 )
-row_losses = _on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places_of_head)
-log_probs = operator_of_rows("linear_ce_log_probs", log_probs_rule)
+row_losses = _on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places)
+log_probs = _on_devices(operator_of_rows("linear_ce_log_probs", log_probs_rule), log_probs_rule, _places)
 token_loss_and_gradients = _on_devices(
-    differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch), _token_loss, _places_of_shared
+    differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch), _token_loss, _places_of_token_loss
 )
 token_rows = _on_devices(
     differentiable("linear_ce_token_rows", _token_rows, _token_rows_of_batch),
     _token_rows,
-    lambda token, count: range(2 + token.per_token, count),
+    lambda token, count: (range(2 + token.per_token, count), ()),
 )

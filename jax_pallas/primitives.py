@@ -26,11 +26,20 @@ Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, si
 
 
 @lru_cache(maxsize=1024)
-def _result_shapes(function: Function, static: Any, tree: Any, shapes: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Returns the results of a call as flat shapes and their tree."""
+def _result_shapes(
+    function: Function, static: Any, tree: Any, shapes: tuple[Any, ...]
+) -> tuple[list[tuple[str, Any]], Any]:
+    """Returns the results of a call as flat shapes with their paths in the results, and their tree."""
     arguments = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
     with one_device():
-        return jax.tree.flatten(jax.eval_shape(partial(function, static), *arguments))
+        found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(partial(function, static), *arguments))
+    return [(jax.tree_util.keystr(path), result) for path, result in found], tree
+
+
+def _vocab_axis(static: Any) -> str | None:
+    """Returns the axis over which a call divides the vocabulary, from the static arguments of an operator."""
+    options = static[0] if isinstance(static, tuple) else static
+    return options.devices.vocab_axis if hasattr(options, "devices") else None
 
 
 def one_device() -> Any:
@@ -47,12 +56,13 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
     """Returns a primitive of `function`, the call that binds it, and `function` of flat leaves.
 
     Where `returns_tuple`, `function` returns a tuple of arrays. Other results are put together as a trace of `function`
-    shows them.
+    shows them. If the call divides the vocabulary among devices, all results but d_weight and d_bias are the same on
+    these devices (`vocab_shard.py`).
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def shapes_of(leaves: Sequence[Any], static: Any, tree: Any) -> tuple[list[Any], Any]:
+    def shapes_of(leaves: Sequence[Any], static: Any, tree: Any) -> tuple[list[tuple[str, Any]], Any]:
         return _result_shapes(function, static, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
     def bound(static: Any, *arguments: Any) -> Any:
@@ -69,11 +79,16 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
         mesh, axes = avals[0].sharding.mesh, avals[0].manual_axis_type
 
-        def typed(array: Any) -> jax.core.ShapedArray:
-            sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(array.shape)))
-            return jax.core.ShapedArray(array.shape, array.dtype, sharding=sharding, manual_axis_type=axes)
+        shared = axes.update(varying=axes.varying - {_vocab_axis(static)})
 
-        return [typed(result) for result in shapes_of(avals, static, tree)[0]]
+        def typed(path: str, array: Any) -> jax.core.ShapedArray:
+            sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(array.shape)))
+            of_head = path.endswith((".d_weight", ".d_bias"))
+            return jax.core.ShapedArray(
+                array.shape, array.dtype, sharding=sharding, manual_axis_type=axes if of_head else shared
+            )
+
+        return [typed(*result) for result in shapes_of(avals, static, tree)[0]]
 
     primitive.def_impl(compiled(primitive, flat, "static", "tree"))
     primitive.def_abstract_eval(abstract)

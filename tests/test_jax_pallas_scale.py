@@ -1,9 +1,10 @@
-"""Tests the loss on several devices: token_axis_names, and which programs are refused because each device would compute
-the whole loss.
+"""Tests the loss on several devices: token_axis_names, vocab_axis_name, and which programs are refused because each
+device would compute the whole loss.
 
 The tests need several devices, so they run in a separate process: `host_devices.py`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,11 +22,13 @@ from jax_problem import gradients, problem, total
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
 
 from jax_pallas.linear_ce import (
+    explain,
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
     linear_log_probs,
     linear_token_loss,
 )
+from jax_pallas.vocab_shard import ONLY_CHUNKED
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.cases import Case
@@ -317,6 +320,186 @@ def check_token_errors() -> None:
     raises("replicated must be a bool", partial(call, replicated=1), TypeError)
 
 
+TIGHT: dict[str, Any] = ROWS | {"lead": (64,), "vocab": 320, "tight_memory": True}
+BOTH: dict[str, Any] = ROWS | {"lead": (128,), "vocab": 320}
+PADDED = LossSpec("sum", vocab_size=307, softcap=5.0, logit_scale=0.7)
+VOCAB_CASES = (
+    Case(name="mean", **TIGHT),
+    replace(Case(name="padded", dtype="bfloat16", **TIGHT, spec=PADDED), poison=("ignored_rows", "padding")),
+    Case(
+        name="smoothing",
+        dtype="float16",
+        **TIGHT,
+        has_class_weight=True,
+        spec=LossSpec(label_smoothing=0.1, vocab_size=307, z_loss_weight=0.01),
+        vocab_axis=1,
+    ),
+    # The last shard has no class.
+    Case(name="none", dtype="bfloat16", head_dtype="float32", **TIGHT, spec=LossSpec("none", vocab_size=200)),
+    Case(name="float32 sum", dtype="bfloat16", **TIGHT, grad_into=True, token_weight="signed"),
+    Case(name="float32 head", dtype="bfloat16", head_dtype="float32", **TIGHT, spec=LossSpec(head_precision="float32")),
+    Case(
+        name="log-probabilities", dtype="bfloat16", **TIGHT, function="log_probs", spec=LossSpec("none", vocab_size=307)
+    ),
+    Case(name="token loss", dtype="bfloat16", **TIGHT, **GRPO, spec=LossSpec("none", vocab_size=307)),
+)
+BOTH_CASES = (
+    Case(
+        name="both", dtype="bfloat16", **BOTH, has_class_weight=True, spec=LossSpec(vocab_size=307), upstream="random"
+    ),
+    Case(name="both, float32 sum, none", dtype="bfloat16", **BOTH, grad_into=True, spec=LossSpec("none")),
+    Case(name="both, token loss", dtype="float16", **BOTH, **GRPO, token_stats=True),
+    replace(Case(name="both, out of range", **BOTH, spec=LossSpec("none", vocab_size=307)), poison=("target_range",)),
+)
+
+
+def check_vocab(case: Case, **axes: int) -> None:
+    """There are targets in each shard."""
+    arrays = make_arrays(case)
+    shard = case.vocab // axes["vocab"]
+    assert {*range(-(-case.classes // shard))} <= {*(arrays["target"] // shard).tolist()}
+    assert_within_budget(case, arrays, run_sharded(case, arrays, mesh_of(**axes), vocab_axis_name="vocab"))
+
+
+def of_shards(body: Callable[..., Any], out: Any, mesh: Mesh, *others: P) -> Any:
+    """Returns body(x, w, y, b, *others) on devices that have different classes."""
+    vocab = P("vocab")
+    return jax.shard_map(body, mesh=mesh, in_specs=(P(), vocab, P(), vocab, *others), out_specs=out)
+
+
+def sharded_loss(x: Array, w: Array, y: Array, b: Array, **options: Any) -> Array:
+    options = {"memory_budget": 2**15, "vocab_axis_name": "vocab"} | options
+    return linear_cross_entropy(x, w, y, linear_bias=b, **options)
+
+
+def whole_loss(x: Array, w: Array, y: Array, b: Array, **options: Any) -> Array:
+    return linear_cross_entropy(x, w, y, linear_bias=b, **options)
+
+
+def vocab_problem(dtype: str = "float32") -> tuple[Array, Array, Array, Array]:
+    arrays = problem(64, 8, 320, dtype=dtype)
+    return arrays["input"], arrays["linear_weight"], arrays["target"], arrays["linear_bias"]
+
+
+def check_same_bits() -> None:
+    """Results that are typed as the same on all devices are, bit for bit."""
+    given = vocab_problem("bfloat16")
+
+    def of_device(x: Array, w: Array, y: Array, b: Array) -> Any:
+        def loss(x: Array) -> Any:
+            found = linear_log_probs(x, w, y, linear_bias=b, memory_budget=2**15, vocab_axis_name="vocab")
+            return (found.log_prob - found.entropy).sum() + sharded_loss(x, w, y, b), found
+
+        found = jax.value_and_grad(loss, has_aux=True)(x)
+        return jax.tree.map(lambda a: jax.lax.pcast(a, ("vocab",), to="varying")[None], found)
+
+    found = jax.jit(of_shards(of_device, P("vocab"), mesh_of(vocab=DEVICES)))(*given)
+    for array in jax.tree.leaves(found):
+        of_devices = np.asarray(array.astype(jnp.float32))
+        assert np.isfinite(of_devices).all()
+        assert (of_devices == of_devices[:1]).all()
+
+
+def check_vocab_programs() -> None:
+    """The gradient of the whole program, eager calls, scan, checkpoint, vmap, an axis of one device, reduce_dtype."""
+    given, mesh, head = vocab_problem(), mesh_of(vocab=DEVICES), (0, 1, 3)
+    want, vocab = jax.value_and_grad(whole_loss, head)(*given), P("vocab")
+    grads = P(), (P(), vocab, vocab)
+    assert_close(jax.jit(jax.value_and_grad(of_shards(sharded_loss, P(), mesh), head))(*given), want)
+    assert_close(of_shards(jax.value_and_grad(sharded_loss, head), grads, mesh)(*given), want)
+    assert_close(of_shards(sharded_loss, P(), mesh)(*given), want[0])
+    kept = jax.value_and_grad(jax.checkpoint(sharded_loss), head)
+    assert_close(jax.jit(of_shards(kept, grads, mesh))(*given), want)
+    rows = of_shards(partial(sharded_loss, reduction="none"), P(), mesh)
+    assert_close(jax.jit(jax.grad(lambda *a: jax.jit(rows)(*a).mean(), head))(*given), want[1])
+
+    def in_vmap(x: Array, w: Array, y: Array, b: Array) -> Array:
+        batched = jax.vmap(partial(sharded_loss), in_axes=(0, None, 0, None))
+        return batched(x.reshape(2, 32, 8), w, y.reshape(2, 32), b).mean()
+
+    assert_close(jax.jit(of_shards(jax.value_and_grad(in_vmap, head), grads, mesh))(*given), want)
+
+    def in_scan(x: Array, w: Array, y: Array, b: Array) -> Any:
+        def step(total: Array, batch: Any) -> tuple[Array, Any]:
+            value, d_x = jax.value_and_grad(sharded_loss)(batch[0], w, batch[1], b)
+            return total + value / 2, d_x / 2
+
+        value, d_x = jax.lax.scan(step, jnp.zeros(()), (x.reshape(2, 32, 8), y.reshape(2, 32)))
+        return value, d_x.reshape(64, 8)
+
+    assert_close(jax.jit(of_shards(in_scan, (P(), P()), mesh))(*given), (want[0], want[1][0]))
+    one = of_shards(jax.value_and_grad(partial(sharded_loss, vocab_size=307), head), grads, mesh_of(vocab=1))
+    classes = (given[0], given[1], given[2] % 307, given[3])
+    assert_close(jax.jit(one)(*classes), jax.value_and_grad(partial(whole_loss, vocab_size=307), head)(*classes))
+    short = jax.jit(of_shards(jax.grad(partial(sharded_loss, reduce_dtype=jnp.bfloat16)), P(), mesh))
+    assert_close(short(*given), want[1][0], 2**-7)
+    text = short.lower(*given).as_text()
+    assert re.search(r"\(tensor<16x8xbf16>\) -> tensor<16x8xbf16>", text)
+
+
+def check_what_shards_exchange() -> None:
+    """Sums of some numbers for each row, and of d_input of a chunk in float32: no logits, and no part of the head."""
+    given = vocab_problem("bfloat16")
+    body = of_shards(jax.value_and_grad(sharded_loss, (0, 1)), (P(), (P(), P("vocab"))), mesh_of(vocab=DEVICES))
+    text = jax.jit(body).lower(*given).as_text()
+    assert not re.search("all_gather|all_to_all|reduce_scatter|collective_permute", text)
+    sums = re.findall(r"all_reduce.*?\}\) : \((tensor<\S+>)\)", text, re.DOTALL)
+    assert sorted(sums) == ["tensor<16x8xf32>", "tensor<4x4x16xf32>"]
+
+
+def check_vocab_errors() -> None:
+    given, mesh, vocab = vocab_problem(), mesh_of(vocab=DEVICES), P("vocab")
+
+    def raises(message: str, body: Callable[..., Any], error: Any = ValueError) -> None:
+        with pytest.raises(error, match=message):
+            body(*given)
+
+    def refused_call(message: str, **options: Any) -> None:
+        raises(message, of_shards(partial(sharded_loss, **options), P(), mesh))
+
+    raises("vocab_axis_name must name axes of the mesh of a jax.shard_map around the call", sharded_loss)
+    unchecked = jax.shard_map(
+        sharded_loss, mesh=mesh, in_specs=(P(), vocab, P(), vocab), out_specs=P(), check_vma=False
+    )
+    raises("vocab_axis_name needs jax.shard_map with check_vma=True", unchecked)
+    for index, name in enumerate(("input", "linear_weight", "target", "linear_bias")):
+        specs = [P(), vocab, P(), vocab]
+        specs[index] = P() if specs[index] == vocab else vocab
+        message = f"{name} must {'vary' if specs[index] == P() else 'not vary'} over the axis 'vocab'"
+        if name in ("linear_weight", "linear_bias"):
+            body = jax.shard_map(sharded_loss, mesh=mesh, in_specs=tuple(specs), out_specs=P())
+            whole = (given[0], given[1][:80], given[2], given[3][:80])
+            part = tuple(w if spec == P() else g for g, w, spec in zip(given, whole, specs, strict=True))
+            with pytest.raises(ValueError, match=message):
+                body(*part)
+            continue
+        varied = [lambda a: a] * 4
+        varied[index] = lambda a: jax.lax.pcast(a, ("vocab",), to="varying")
+        raises(
+            message, of_shards(lambda *a, v=varied: sharded_loss(*(f(x) for f, x in zip(v, a, strict=True))), P(), mesh)
+        )
+    refused_call(
+        "implementation 'pallas_triton' cannot serve this call: linear_weight is a shard",
+        implementation="pallas_triton",
+    )
+    refused_call("batch_invariant=True needs the kernels, got implementation 'chunked'", batch_invariant=True)
+    refused_call("saved_budget must be 0 with token_axis_names and vocab_axis_name", reduction="none", saved_budget=1)
+    refused_call("vocab_size must not exceed linear_weight's 320 rows, got 321", vocab_size=321)
+    refused_call(r"weight must have shape \(320,\) \(\(V,\)\), got \(80,\)", weight=jnp.ones(80))
+    refused_call("vocab_axis_name must not be one of token_axis_names", token_axis_names="vocab")
+    refused_call("reduce_dtype must be one of 'float32', 'bfloat16', got 'float16'", reduce_dtype=jnp.float16)
+    raises("reduce_dtype must be float32 without", partial(whole_loss, reduce_dtype=jnp.bfloat16))
+    raises("vocab_axis_name must be a name of an axis or None", partial(whole_loss, vocab_axis_name=0), TypeError)
+
+    def token_loss(x: Array, w: Array, y: Array, b: Array) -> Array:
+        own = w.sum()
+        return linear_token_loss(x, w, y, lambda log_prob: log_prob * own, vocab_axis_name="vocab")
+
+    raises("array 0 that token_loss closes over must not vary over the axis 'vocab'", of_shards(token_loss, P(), mesh))
+    explained = explain(given[0], given[1][:80], vocab_axis_name="vocab", vocab_size=307)
+    assert (explained.name, explained.reason) == ("chunked", ONLY_CHUNKED)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     **{f"refused, {function}": partial(check_refused, function) for function in ("mean", "none", "log_probs")},
     "refused, eager": check_eager_calls,
@@ -330,6 +513,12 @@ CHECKS: dict[str, Callable[[], None]] = {
     "tokens, stats": check_stats_of_all_tokens,
     "tokens, float32": check_sums_are_float32,
     "tokens, errors": check_token_errors,
+    **{f"vocabulary, {case.name}": partial(check_vocab, case, vocab=DEVICES) for case in VOCAB_CASES},
+    **{case.name: partial(check_vocab, case, data=2, vocab=2) for case in BOTH_CASES},
+    "vocabulary, bits": check_same_bits,
+    "vocabulary, programs": check_vocab_programs,
+    "vocabulary, exchange": check_what_shards_exchange,
+    "vocabulary, errors": check_vocab_errors,
 }
 
 
