@@ -572,7 +572,19 @@ ROW_GRADIENTS = (
 )
 JAX_SCALE = tests("jax_pallas_scale", "refused")
 JAX_TOKEN_AXES = tests("jax_pallas_scale", "tokens")
+JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
 SCALE = (
+    Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axis) * rows", "0 * rows", JAX_SHARDS),
+    Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),
+    Mutation(
+        "jax_pallas/problem.py",
+        "        if self.masks_classes and vocab_chunk.fresh",
+        "        if False and vocab_chunk.fresh",
+        JAX_SHARDS,
+    ),
+    Mutation("jax_pallas/problem.py", "        if not self.masks_classes:", "        if True:", JAX_SHARDS),
+    Mutation("jax_pallas/arguments.py", "jnp.pad(class_weight, (0, rows - classes))", "class_weight", JAX_SHARDS),
+    Mutation("jax_pallas/primitives.py", "axes.varying - {_vocab_axis(static)}", "axes.varying", JAX_SHARDS),
     Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),
     Mutation("jax_pallas/row_math.py", "devices.sum(denominator)", "denominator", JAX_TOKEN_AXES),
     Mutation(
@@ -661,7 +673,7 @@ HEAD_FLOAT32 = (
     ),
     Mutation("jax_pallas/ops.py", '(arrays) | {"grad_into": None})', "(arrays))", JAX_INTO),
     Mutation(
-        "jax_pallas/linear_ce.py", "grad_into=grad_into if any(needs_grad) else None", "grad_into=grad_into", JAX_INTO
+        "jax_pallas/explanation.py", "grad_into=grad_into if any(needs_grad) else None", "grad_into=grad_into", JAX_INTO
     ),
     Mutation(
         "jax_pallas/arguments.py", "    if missing and", "    if False and", tests("jax_pallas_sharding", "grad_into")
@@ -884,12 +896,12 @@ SAVED_ROWS = (
     Mutation("jax_pallas/ops.py", "        partial(forward_problem, options, arrays),\n", "", JAX_BUDGETS),
     Mutation("linear_ce/chunking.py", "max(refusals, key=lambda refusal: refusal.least)", "refusals[0]", JAX_BUDGETS),
     Mutation(
-        "jax_pallas/linear_ce.py",
+        "jax_pallas/explanation.py",
         'gradients or (into and reduction != "none"), False',
         "gradients, False",
         JAX_EXPLAINED,
     ),
-    Mutation("jax_pallas/linear_ce.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
+    Mutation("jax_pallas/explanation.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
 )
 TORCH_ENTROPY = tests("core_triton_token_loss", "custom-entropy and (budget or options)")
 TORCH_BONUS = tests("core_triton_token_loss", "bonus_of_the_entropy_alone")

@@ -166,6 +166,7 @@ ONE_FRAMEWORK_ONLY = {
         *("log_probs_bwd", "no_rows", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
         *("implementation_of", "make_problem", "tiles_of", "as_residual", "dense", "operator_of_rows"),
     },
+    "linear_ce.py": {"Explanation"},  # in JAX, explanation.py defines it
     "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it
     "problem.py": {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
