@@ -90,9 +90,8 @@ def run_sharded(
         gradients = pull_back(upstream)[0]
         outputs |= {d: gradients[name] for d, name in names.items()}
         if case.grad_into:
-            start = GRAD_INTO_START if scalar else 0.0  # `function_of` subtracts it
-            outputs["d_weight"] = jax.lax.psum(outputs["d_weight"] + start, rows[0]) if rows[0] else outputs["d_weight"]
-            outputs["d_weight"] -= GRAD_INTO_START if rows[0] else 0.0
+            total = outputs["d_weight"] + (GRAD_INTO_START if scalar else 0.0)  # `function_of` subtracts it
+            outputs["d_weight"] = (jax.lax.psum(total, rows[0]) if rows[0] else total) - GRAD_INTO_START
         return {name: outputs[name] for name in outputs_of(case)}
 
     whole_results = {"accuracy", "n_valid", *(("loss", "z_loss") if scalar else ())}
