@@ -198,10 +198,11 @@ def linear_cross_entropy(
             "mean" divides by the number of counted tokens (or the sum of their class weights) of all these devices, and
             normalizer is the denominator of all. "mean" and "sum" return the loss of the tokens of all devices, the
             same on each. The gradients of linear_weight and linear_bias are summed over the devices in float32, and
-            then rounded; so do not sum them again. The kernels add them up as with grad_into. Results for tokens stay
-            on their device, and so does what is added to grad_into: sum it after the last micro-batch. saved_budget
-            must be 0. Without this argument each device computes the loss of its tokens, and JAX sums the gradients of
-            shared arrays in their dtype.
+            then rounded; so do not sum them again. That takes a float32 array of linear_weight's shape besides
+            memory_budget, to which the kernels add as to grad_into. Results for tokens stay on their device, and so
+            does what is added to grad_into: sum it after the last micro-batch. saved_budget must be 0. Without this
+            argument each device computes the loss of its tokens, and JAX sums the gradients of shared arrays in their
+            dtype.
         vocab_axis_name: mesh axis of a `jax.shard_map` around the call, over which the vocabulary is divided. (Not
             vocab_axis, which says which axis of the array linear_weight is the vocabulary.) Each device of the mesh
             axis passes its shard of linear_weight, and of linear_bias and grad_into, in the order of the axis and with
