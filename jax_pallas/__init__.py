@@ -6,8 +6,8 @@ if importlib.util.find_spec("jax") is None:
     raise ImportError('jax_pallas needs JAX: pip install "linear-ce[jax]", or "linear-ce[jax,cuda]" with a GPU')
 
 from jax_pallas import token_losses
+from jax_pallas.arguments import Implementation
 from jax_pallas.linear_ce import (
-    Implementation,
     LogProbs,
     LossStats,
     TokenStats,

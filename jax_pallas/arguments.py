@@ -1,6 +1,7 @@
 """The arguments of the public functions: their checks, and a call with leading axes made one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -10,9 +11,11 @@ import numpy as np
 from jax import Array
 
 from jax_pallas import launch, ops, row_math
+from jax_pallas.devices import ONE_DEVICE, Devices, check_shards, check_tokens
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.primitives import varying
 from jax_pallas.token_losses import Named
+from jax_pallas.vocab_shard import ONLY_CHUNKED
 from linear_ce.spec import (
     ArrayInfo,
     LossSpec,
@@ -36,17 +39,24 @@ class Implementation(NamedTuple):
 
 
 def choose(
-    input: Array, linear_weight: Array, vocab_axis: int, implementation: str | None, gpu: DeviceInfo | None
+    input: Array,
+    linear_weight: Array,
+    vocab_axis: int,
+    implementation: str | None,
+    gpu: DeviceInfo | None,
+    vocab_axis_name: str | None = None,
 ) -> tuple[Implementation, DeviceInfo]:
     """Returns the implementation of a call and why it is that, and the device: `gpu`, or input's if None."""
     platform = launch.traced_platform(input) if gpu is None else gpu.type
     capability = launch.known_capability(platform) if gpu is None else divmod(gpu.capability, 10)
     symbolic = launch.symbolic_limits(input.shape)
     if implementation is not None:
-        _check_implementation(implementation, input, linear_weight, vocab_axis)
+        _check_implementation(implementation, input, linear_weight, vocab_axis, vocab_axis_name)
         if gpu is not None and (obstacle := launch.device_limits(implementation, gpu.type, capability)) is not None:
             raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
         chosen = Implementation(implementation, "asked for by name")
+    elif vocab_axis_name is not None:
+        chosen = Implementation("chunked", ONLY_CHUNKED)
     elif symbolic is not None:
         chosen = Implementation("chunked", symbolic)
     else:
@@ -59,12 +69,15 @@ def _shape(input: Array, linear_weight: Array, vocab_axis: int) -> tuple[Any, in
     return input.dtype, input.shape[-1], linear_weight.shape[vocab_axis], vocab_axis
 
 
-def _check_implementation(implementation: str, input: Array, linear_weight: Array, vocab_axis: int) -> None:
+def _check_implementation(
+    implementation: str, input: Array, linear_weight: Array, vocab_axis: int, vocab_axis_name: str | None
+) -> None:
     """Raises ValueError if it is no implementation, or cannot serve these shapes and dtypes."""
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     obstacle = launch.limits(implementation, *_shape(input, linear_weight, vocab_axis))
     if implementation != "chunked":
         obstacle = launch.symbolic_limits(input.shape) or obstacle
+        obstacle = obstacle if vocab_axis_name is None else ONLY_CHUNKED
     if obstacle is not None:
         raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
 
@@ -94,6 +107,7 @@ def prepare(
     saved_budget: int = 0,
     *,
     statistics: int,
+    devices: Devices = ONE_DEVICE,
 ) -> Call:
     """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector.
 
@@ -111,10 +125,8 @@ def prepare(
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
     named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
-    infos: dict[str, Any] = {
-        name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None
-    }
-    check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
+    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
+    _check_arrays(spec, vocab_axis, devices, infos)
     named["target"] = _signed(named["target"])
     if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:
         raise ValueError(f"ignore_index must fit {named['target'].dtype}, which targets have, got {spec.ignore_index}")
@@ -122,30 +134,37 @@ def prepare(
     for name in ARRAYS:
         _check_unsharded(name, named[name])
     _check_varying(spec, **named)
+    check_tokens(devices, named)
+    check_shards(devices, named)
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
     launch.check_sizes(named["input"].shape, named["linear_weight"].shape)
     if implementation is not None:
-        _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
-    elif launch.symbolic_limits(named["input"].shape) is not None:
+        _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis, devices.vocab_axis)
+    elif devices.vocab_axis is not None or launch.symbolic_limits(named["input"].shape) is not None:
         implementation = "chunked"
     check_batch_invariant(
         batch_invariant,
         label_smoothing=spec.label_smoothing,
         saved_budget=saved_budget,
         implementation=implementation,
-        reason=launch.symbolic_limits(named["input"].shape),
+        reason=launch.symbolic_limits(named["input"].shape) if devices.vocab_axis is None else ONLY_CHUNKED,
     )
+    if saved_budget and devices.axes:
+        raise ValueError(f"saved_budget must be 0 with token_axis_names and vocab_axis_name, got {saved_budget}")
     saved_as = None
     if saved_budget:  # a trace has the shapes of what is saved, so it must know which implementation saves it
         saved_as = implementation or choose(named["input"], named["linear_weight"], vocab_axis, None, None)[0].name
-    classes = spec.classes(named["linear_weight"].shape[vocab_axis])
+    rows = devices.shards * named["linear_weight"].shape[vocab_axis]
+    classes = spec.classes(rows)
     flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
+    if class_weight is not None and devices.vocab_axis is not None:  # each device reads those of its rows
+        class_weight = jnp.pad(class_weight, (0, rows - classes))
     flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
     row_weight, n_valid = row_math.row_weights(
-        spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes
+        spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes, devices
     )
     options = ops.Options(
         spec=spec,
@@ -160,6 +179,7 @@ def prepare(
         saved_as=saved_as,
         has_grad_into=named["grad_into"] is not None,
         batch_invariant=batch_invariant,
+        devices=devices,
     )
     flat_arrays = options.arrays(
         input=named["input"].reshape(-1, named["input"].shape[-1]),
@@ -171,6 +191,20 @@ def prepare(
         grad_into=named["grad_into"],
     )
     return Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape), named["grad_into"])
+
+
+def _check_arrays(spec: LossSpec, vocab_axis: int, devices: Devices, infos: dict[str, Any]) -> None:
+    """Checks shapes and dtypes. Where devices divide the vocabulary, weight and vocab_size are those of all shards."""
+    if devices.vocab_axis is None:
+        check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
+        return
+    of_shard = {name: info for name, info in infos.items() if name != "weight"}
+    check_arrays(spec=replace(spec, vocab_size=None), vocab_axis=vocab_axis, **of_shard)
+    shape = list(infos["linear_weight"].shape)
+    shape[vocab_axis] *= devices.shards
+    whole = {name: infos[name] for name in ("input", "target", "weight") if name in infos}
+    whole["linear_weight"] = infos["linear_weight"]._replace(shape=tuple(shape))
+    check_arrays(spec=spec, vocab_axis=vocab_axis, **whole)
 
 
 def _check_unsharded(name: str, array: Array | None) -> None:

@@ -9,9 +9,8 @@ tile of the logits exists at a time:
     plan C  `gradients`           any upstream gradient: the logits are recomputed once lse is computed: 1 + 3 matmuls
 
 All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
-`vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
-merged by the same code. `Tiles` computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels
-in `recompute.py`.
+`vocab_offset` on. Devices that divide the vocabulary exchange the results of each pass (`vocab_shard.py`). `Tiles`
+computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels in `recompute.py`.
 
 The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-8
 of its value. At the logits of a trained model that is several times the error of everything else.
@@ -25,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import row_math
+from jax_pallas import row_math, vocab_shard
 from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, SavedRows, add_d_weight, float32_matmul
 from jax_pallas.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
 from jax_pallas.slicing import Slice, over_slices
@@ -145,8 +144,8 @@ def chunk_statistics(
     keep: bool = False,
     tiles: Tiles = XLA_TILES,
 ) -> tuple[Partial, Array | None]:
-    """First pass over a chunk: returns the statistics of its rows over all classes of the problem, and the logits (n,
-    K) if `keep`."""
+    """First pass over a chunk: returns the statistics of its rows over all classes of the problem, also those of other
+    devices, and the logits (n, K) of the classes of this one if `keep`."""
     x, target = problem.beside_head(problem.rows(chunk)), chunk.of(problem.target)
     empty = row_math.empty_partial(target, problem.spec, statistics)
     classes = problem.local_classes
@@ -155,13 +154,15 @@ def chunk_statistics(
 
     def body(carry: tuple[Partial, Array | None], vocab_chunk: Slice) -> tuple[tuple[Partial, Array | None], None]:
         merged, kept = carry
+        vocab_chunk = problem.classes_of(vocab_chunk)
         partial, logits = tiles.partial(problem, x, target, vocab_chunk, statistics)
         if kept is not None and logits is not None:
             kept = vocab_chunk.put(kept, logits, axis=1)
         return (row_math.merge(merged, partial), kept), None
 
     kept = jnp.zeros((chunk.size, classes), jnp.float32) if keep else None
-    return over_slices(body, (empty, kept), classes, vocab_chunk_size)[0]
+    (partial, kept), _ = over_slices(body, (empty, kept), classes, vocab_chunk_size)
+    return vocab_shard.merged(problem.devices, partial), kept
 
 
 def tile_d_logits(
@@ -237,6 +238,7 @@ def chunk_gradients(
 
     def body(carry: tuple[Array | None, HeadSums], vocab_chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
         d_rows, (d_weight, d_bias) = carry
+        vocab_chunk = problem.classes_of(vocab_chunk)
         logits = None if kept is None else vocab_chunk.of(kept, axis=1)
         d_logits, summed = tiles.d_logits(problem, x, target, vocab_chunk, row, logits)
         if d_bias is not None and summed is not None:
@@ -257,6 +259,7 @@ def chunk_gradients(
             d_rows = d_rows * input_scale[:, None]
         if problem.spec.splits_head:  # the matmul with each half
             d_rows = d_rows.reshape(len(d_rows), 2, -1).sum(1)
+        d_rows = vocab_shard.sum_of_d_input(problem.devices, d_rows)
         d_rows = jnp.where(contributes[:, None], d_rows, 0.0)
     return d_rows, sums
 

@@ -16,6 +16,14 @@ from linear_ce.gpus import known_gpu
 
 NAMES = ("mosaic", "pallas_triton")  # the faster first
 
+
+class Lowering(NamedTuple):
+    """What a call is lowered for."""
+
+    platform: str
+    devices: int  # among which XLA divides what is lowered; 1 in `jax.shard_map`
+
+
 Capability = tuple[int, int]  # compute capability of an NVIDIA GPU, (9, 0) for Hopper
 
 
@@ -96,6 +104,19 @@ def device_limits(implementation: str, platform: str, capability: Capability | N
         if platform == "cuda" and capability is not None and capability < (8, 0):
             return f"pallas_triton needs compute capability 8.0, the device has {_version(capability)}"
     return None
+
+
+def check_devices(implementation: str, devices: int) -> None:
+    """Raises ValueError where XLA would divide the loops over chunks, or the kernels, among several devices."""
+    if devices == 1:
+        return
+    what = "'chunked' in several chunks" if implementation == "chunked" else f"the kernels of {implementation!r}"
+    raise ValueError(
+        f"this call is compiled for {devices} devices, and XLA cannot divide {what} among them: each device would "
+        "gather all arrays and compute the whole loss. Call the function within jax.shard_map, with token_axis_names "
+        "if the devices have different tokens and with vocab_axis_name if they have different classes of "
+        "linear_weight. Or pass replicated=True to compute the whole loss on every device"
+    )
 
 
 def choose(

@@ -22,8 +22,6 @@ or `target_grad.py`.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,26 +29,18 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_pallas import elementwise, launch, ops, row_math, saved_ops
-from jax_pallas.arguments import Call, Implementation, check_per_token, choose, prepare
-from jax_pallas.launch import DeviceInfo
-from jax_pallas.plan import ExecutionPlan, Stage
-from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
+from jax_pallas import elementwise, ops, row_math, saved_ops
+from jax_pallas.arguments import Call, check_per_token, prepare
+from jax_pallas.devices import check_shards, devices_of
+from jax_pallas.explanation import Explanation, explained
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.chunking import plan_passes
-from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
-    ArrayInfo,
     HeadPrecision,
     LossSpec,
     Reduction,
-    check_arrays,
-    check_batch_invariant,
-    check_flag,
-    check_memory_budget,
     check_saved_budget,
 )
 from linear_ce.statistics import (
@@ -69,7 +59,8 @@ from linear_ce.statistics import (
 class LossStats(NamedTuple):
     """What `linear_cross_entropy_with_stats` returns besides the loss. None of it has a gradient.
 
-    Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0.
+    Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0. With token_axis_names,
+    accuracy, n_valid and the z_loss of a scalar reduction are those of all devices.
     """
 
     lse: Array  # (...,) float32, log-sum-exp of the logits
@@ -85,20 +76,6 @@ class LogProbs(NamedTuple):
     log_prob: Array
     entropy: Array
     lse: Array
-
-
-class Explanation(Implementation):
-    """What `explain` returns: an `Implementation` with the plan of the call. `str` describes both in a few lines."""
-
-    plan: ExecutionPlan
-
-    def __new__(cls, name: str, reason: str, plan: ExecutionPlan) -> "Explanation":
-        self = super().__new__(cls, name, reason)
-        self.plan = plan
-        return self
-
-    def __str__(self) -> str:
-        return f"implementation: {self.name}, {self.reason}\n{self.plan}"
 
 
 def linear_cross_entropy(
@@ -124,6 +101,10 @@ def linear_cross_entropy(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
+    replicated: bool = False,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -134,9 +115,9 @@ def linear_cross_entropy(
     Options that `torch.nn.functional.cross_entropy` also has mean exactly the same here. There is one deviation: if no
     token is counted (no valid target, an empty batch, a zero denominator), the loss is 0 with zero gradients, not NaN.
 
-    - Sharded arrays: call the function within `jax.shard_map`, on the tokens of each device. Under plain jit the
-      compiler cannot partition the loops and kernels. It gathers the arrays, and each device computes the whole loss. A
-      trace with automatic axes cannot detect that.
+    - Several devices: call the function within `jax.shard_map`, on the tokens of each device. The compiler cannot
+      divide the loops and kernels among devices. So a program for several devices, also one operation on sharded
+      arrays, is refused where it is compiled, unless `replicated` is True or "chunked" runs in one chunk.
     - `jax.lax.scan` over micro-batches: differentiate within its body, or under `jax.checkpoint`. Otherwise the head's
       gradient of each micro-batch is saved.
     - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A
@@ -213,6 +194,26 @@ def linear_cross_entropy(
             entropy); for the gradient of input "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and
             "pallas_triton" V a multiple of 64 without padding. Results of another GPU, of another version or of another
             engine's head may differ in their last bits.
+        token_axis_names: mesh axes of a `jax.shard_map` around the call, over which the devices have different tokens.
+            "mean" divides by the number of counted tokens (or the sum of their class weights) of all these devices, and
+            normalizer is the denominator of all. "mean" and "sum" return the loss of the tokens of all devices, the
+            same on each. The gradients of linear_weight and linear_bias are summed over the devices in float32, and
+            then rounded; so do not sum them again. That takes a float32 array of linear_weight's shape besides
+            memory_budget, to which the kernels add as to grad_into. Results for tokens stay on their device, and so
+            does what is added to grad_into: sum it after the last micro-batch. saved_budget must be 0. Without this
+            argument each device computes the loss of its tokens, and JAX sums the gradients of shared arrays in their
+            dtype.
+        vocab_axis_name: mesh axis of a `jax.shard_map` around the call, over which the vocabulary is divided. (Not
+            vocab_axis, which says which axis of the array linear_weight is the vocabulary.) Each device of the mesh
+            axis passes its shard of linear_weight, and of linear_bias and grad_into, in the order of the axis and with
+            as many rows as the others. V is then the number of rows of all shards, vocab_size the number of classes of
+            all, and weight has V numbers. All other arrays are the same on the devices of the axis, and so are the
+            results and the gradient of input, bit for bit. The gradients of linear_weight and linear_bias are those of
+            the shard. It runs "chunked"; saved_budget must be 0 and batch_invariant False.
+        reduce_dtype: float32, or bfloat16 to halve the bytes of the sum of the gradient of input over the devices of
+            vocab_axis_name. Each addition then rounds to bfloat16.
+        replicated: whether a program for several devices, outside of `jax.shard_map`, may gather the arrays and compute
+            the whole loss on every device. Without it such a program is an error.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into and another reduction the pair (loss, sum).
@@ -220,8 +221,9 @@ def linear_cross_entropy(
     Raises:
         TypeError: an argument is not an array or has an unsupported dtype.
         ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, an array is sharded
-            over explicit axes, or grad_into is not differentiated with reduction "none", or shared there by devices of
-            `jax.shard_map` or by heads of `jax.vmap`. The message names the argument.
+            over explicit axes, the call is compiled for several devices outside of `jax.shard_map`, or grad_into is not
+            differentiated with reduction "none", or shared there by devices of `jax.shard_map` or by heads of
+            `jax.vmap`. The message names the argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -249,7 +251,14 @@ def linear_cross_entropy(
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=0)
+    call = prepare(
+        spec,
+        arrays,
+        vocab_axis,
+        *how,
+        statistics=0,
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+    )
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
@@ -277,6 +286,10 @@ def linear_cross_entropy_with_stats(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
+    replicated: bool = False,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -303,17 +316,24 @@ def linear_cross_entropy_with_stats(
     into = grad_into is not None
     saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=MAX | LSE)
+    call = prepare(
+        spec,
+        arrays,
+        vocab_axis,
+        *how,
+        statistics=MAX | LSE,
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+    )
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
     z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
-    right = row_math.is_top1(call.row_weight, target_logit, top)
+    right, total_of = row_math.is_top1(call.row_weight, target_logit, top), call.options.devices.sum
     stats = LossStats(
         lse=lse.reshape(call.leading),
         target_logit=target_logit.reshape(call.leading),
-        z_loss=z_loss.reshape(call.leading) if spec.reduction == "none" else z_loss.sum(),
-        accuracy=right.sum() / jnp.maximum(contributes.sum(), 1).astype(jnp.float32),
+        z_loss=z_loss.reshape(call.leading) if spec.reduction == "none" else total_of(z_loss.sum()),
+        accuracy=total_of(right.sum()) / jnp.maximum(total_of(contributes.sum()), 1).astype(jnp.float32),
         n_valid=call.n_valid,
     )
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total), stats
@@ -336,6 +356,9 @@ def linear_log_probs(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
+    replicated: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -374,7 +397,14 @@ def linear_log_probs(
     saved_budget = check_saved_budget(saved_budget, "none", grad_into=into, head_precision=head_precision)
     statistics = LSE | ENTROPY | BY_ROW
     how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
+    call = prepare(
+        spec,
+        arrays,
+        vocab_axis,
+        *how,
+        statistics=statistics,
+        devices=devices_of(replicated, None, vocab_axis_name, reduce_dtype),
+    )
     log_probs = (saved_ops if saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -401,6 +431,10 @@ def linear_token_loss(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
+    replicated: bool = False,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -463,7 +497,15 @@ def linear_token_loss(
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant
+    options += (
+        head_precision,
+        memory_budget,
+        implementation,
+        vocab_axis,
+        grad_into,
+        batch_invariant,
+        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+    )
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
@@ -489,6 +531,10 @@ def linear_token_loss_with_stats(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
+    token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | None = None,
+    reduce_dtype: DTypeLike = jnp.float32,
+    replicated: bool = False,
 ) -> tuple[Array, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 
@@ -520,7 +566,15 @@ def linear_token_loss_with_stats(
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant
+    options += (
+        head_precision,
+        memory_budget,
+        implementation,
+        vocab_axis,
+        grad_into,
+        batch_invariant,
+        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+    )
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
@@ -536,16 +590,19 @@ def _token_loss(
     stats: tuple[bool, ...],
 ) -> tuple[Any, TokenStats]:
     reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant = rest
+    head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant, devices = rest
     spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
     with_entropy = takes_entropy(token_loss, with_entropy)
     statistics = statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
     how = memory_budget, implementation, batch_invariant
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics)
+    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=devices)
     flat = check_per_token(token_loss, per_token, call.leading, "target's")
     arguments = with_entropy + len(per_token)
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
+    closure = values_of_closure()
+    check_shards(devices, {f"per_token[{index}]": values for index, values in enumerate(flat)})
+    check_shards(devices, {f"array {index} that token_loss closes over": one for index, one in enumerate(closure)})
     scalar = spec.reduction != "none"
     if call.tokens == 0:
         if scalar:
@@ -558,7 +615,7 @@ def _token_loss(
         )
         return loss, TokenStats(*empty)
     token = ops.TokenOptions(call.options, function, len(flat), stats, with_entropy)
-    operands = (*call.arrays, *flat, *values_of_closure())
+    operands = (*call.arrays, *flat, *closure)
     loss, *found = (ops.token_loss_and_gradients if scalar else ops.token_losses)(token, *operands)
     rest = iter(found)
     made = (jax.lax.stop_gradient(next(rest)).reshape(call.leading) if wanted else None for wanted in stats)
@@ -638,6 +695,7 @@ def explain(
     with_entropy: bool = False,
     batch_invariant: bool = False,
     device: str | None = None,
+    vocab_axis_name: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
@@ -659,6 +717,7 @@ def explain(
             of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
+        vocab_axis_name: as given to the call. linear_weight and grad_into are the shards of one device.
 
     Raises:
         TypeError: a dtype that is not admitted.
@@ -681,59 +740,24 @@ def explain(
         matmuls: logits, d_input, d_weight by XLA
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
+    if vocab_axis_name is not None:
+        vocab_size = None  # of all devices, and a device does not know before how many of its rows are classes
     spec = LossSpec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
-    rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
-    if grad_into is not None and not hasattr(grad_into, "dtype"):
-        raise TypeError(f"grad_into must be an array or None, got {type(grad_into).__name__}")
-    named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
-    infos: dict[str, Any] = {
-        name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None
-    }
-    check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
-    launch.check_sizes(input.shape, linear_weight.shape)
-    gpu = None
-    if device is not None:
-        capability, multiprocessors, *_ = gpu_named(device)
-        gpu = DeviceInfo("cuda", capability, multiprocessors, device)
-    chosen, info = choose(input, linear_weight, vocab_axis, implementation, gpu)
-    tokens = math.prod(input.shape[:-1])
-    flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
-    classes = spec.classes(linear_weight.shape[vocab_axis])
-    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis}
-    problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
-    check_flag("with_entropy", with_entropy)
-    into = grad_into is not None
-    # With a scalar reduction the sum of grad_into is a result of the call: its matmul also runs without gradients.
-    needs_grad = NeedsGrad(gradients, gradients or (into and reduction != "none"), False)
-    without_gradients: Stage = "statistics" if batch_invariant or with_entropy else "losses"
-    stage = without_gradients
-    if any(needs_grad):
-        stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
-        if with_entropy and reduction != "none":
-            stage = "entropy_loss_and_gradients"
-    budget = check_memory_budget(memory_budget)
-    given = {"grad_into": into, "head_precision": head_precision, "with_entropy": with_entropy}
-    saved_budget = check_saved_budget(saved_budget, reduction, **given)
-    check_batch_invariant(
-        batch_invariant,
-        label_smoothing=label_smoothing,
+    return explained(
+        input,
+        linear_weight,
+        spec,
+        vocab_axis,
+        implementation,
+        gradients=gradients,
+        memory_budget=memory_budget,
         saved_budget=saved_budget,
-        implementation=chosen.name,
-        reason=chosen.reason,
+        grad_into=grad_into,
+        with_entropy=with_entropy,
+        batch_invariant=batch_invariant,
+        device=device,
+        vocab_axis_name=vocab_axis_name,
     )
-    if saved_budget and gradients:
-        plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
-        return Explanation(*chosen, plan)
-
-    def planned(stage: Stage, needs_grad: NeedsGrad) -> Callable[[], ExecutionPlan]:
-        asked: dict[str, Any] = {"statistics": ENTROPY * with_entropy, "batch_invariant": batch_invariant}
-        added = replace(problem, grad_into=grad_into if any(needs_grad) else None)
-        return partial(ops.plan_for, added, stage, budget, chosen.name, needs_grad, info, **asked)
-
-    passes = [planned(stage, needs_grad)]
-    if stage == "row_gradients":  # the losses run in the forward pass
-        passes.append(planned(without_gradients, NO_GRADIENTS))
-    return Explanation(*chosen, plan_passes(*passes))
 
 
 def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:

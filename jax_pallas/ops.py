@@ -25,8 +25,8 @@ it, partial evaluation (in `jax.checkpoint` for example) would hoist loop invari
 the head.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,10 +36,22 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_pallas import chunked, launch, row_math
+from jax_pallas import chunked, launch, row_math, vocab_shard
+from jax_pallas.devices import aligned
+from jax_pallas.launch import Lowering
+from jax_pallas.options import Arrays, Options, TokenOptions
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
-from jax_pallas.problem import NO_GRADIENTS, NOTHING_COMPUTED, Gradients, NeedsGrad, Problem, layout_of, plan_of
+from jax_pallas.problem import (
+    NO_GRADIENTS,
+    NOTHING_COMPUTED,
+    Gradients,
+    NeedsGrad,
+    Problem,
+    is_one_chunk,
+    layout_of,
+    plan_of,
+)
 from jax_pallas.row_math import Coefficients
 from jax_pallas.slicing import Slice
 from jax_pallas.token_hook import (
@@ -51,7 +63,6 @@ from jax_pallas.token_hook import (
     row_token_losses,
 )
 from linear_ce.chunking import plan_passes
-from linear_ce.spec import LossSpec
 from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, MAX, SQUARES, planes
 
 # The checkpoint_name of what a forward rule saves. A policy that saves it avoids running the forward pass again.
@@ -60,115 +71,6 @@ RESIDUAL = "linear_ce_residual"
 # The gradient of an array that a token loss closes over takes at most this many float32 numbers for each token of a
 # chunk. That is less than a token's hidden states.
 MOST_OF_CLOSURE = 64
-
-# input (N, D), linear_weight, target (N,), row_weight (N,), then those of linear_bias, class_weight and grad_into that
-# the call has.
-Arrays = tuple[Array, ...]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The static arguments of a call."""
-
-    spec: LossSpec
-    classes: int
-    vocab_axis: int
-    memory_budget: int
-    implementation: str | None  # None: chosen where the call is lowered
-    has_bias: bool
-    has_class_weight: bool
-    statistics: int  # of `linear_ce.statistics`; without the largest logits these may be inf
-    saved_budget: int = 0  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
-    # With `saved_budget`: the implementation that was chosen where the call was traced. What is saved depends on it.
-    saved_as: str | None = None
-    has_grad_into: bool = False
-    batch_invariant: bool = False
-
-    @property
-    def count(self) -> int:
-        """The number of arrays."""
-        return 4 + self.has_bias + self.has_class_weight + self.has_grad_into
-
-    @property
-    def adds_in_backward(self) -> bool:
-        """Whether the gradient by grad_into is the sum. With other reductions the forward pass returns the sum."""
-        return self.has_grad_into and self.spec.reduction == "none"
-
-    def arrays(
-        self,
-        *,
-        input: Any,
-        linear_weight: Any,
-        target: Any,
-        row_weight: Any,
-        linear_bias: Any,
-        class_weight: Any,
-        grad_into: Any,
-    ) -> Any:
-        optional = (
-            (linear_bias, self.has_bias),
-            (class_weight, self.has_class_weight),
-            (grad_into, self.has_grad_into),
-        )
-        return (input, linear_weight, target, row_weight, *(array for array, present in optional if present))
-
-    def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """The inverse of `arrays`."""
-        rest = list(arrays[4:])
-        linear_bias = rest.pop(0) if self.has_bias else None
-        class_weight = rest.pop(0) if self.has_class_weight else None
-        grad_into = rest.pop(0) if self.has_grad_into else None
-        names = ("input", "linear_weight", "target", "row_weight")
-        optional = {"linear_bias": linear_bias, "class_weight": class_weight, "grad_into": grad_into}
-        return dict(zip(names, arrays[:4], strict=True)) | optional
-
-    def needs_grad(self, primals: Sequence[Any]) -> NeedsGrad:
-        """Returns which gradients are computed, from the primals of a forward rule."""
-        named = self.named(primals)
-        bias = named["linear_bias"]
-        if self.adds_in_backward and not named["grad_into"].perturbed:
-            raise ValueError(
-                'grad_into must be differentiated where input, linear_weight or linear_bias is, with reduction "none" '
-                "and in linear_log_probs: its gradient is the new sum, for example of jax.grad(loss, argnums=(0, 1))"
-                "(input, grad_into)"
-            )
-        d_weight = self.has_grad_into or named["linear_weight"].perturbed
-        return NeedsGrad(named["input"].perturbed, d_weight, bias is not None and bias.perturbed)
-
-    def cotangents(self, gradients: Gradients) -> Any:
-        """Returns the results of a backward rule. None means zero."""
-        d_weight = gradients.d_weight
-        return self.arrays(
-            input=gradients.d_input,
-            linear_weight=None if self.has_grad_into else d_weight,
-            target=None,
-            row_weight=None,
-            linear_bias=gradients.d_bias,
-            class_weight=None,
-            grad_into=d_weight,
-        )
-
-
-@dataclass(frozen=True)
-class TokenOptions:
-    """The static arguments of a call with a token loss. Its arrays are those of `options`, then the per-token arrays
-    (N,), then those that the function closes over."""
-
-    options: Options
-    function: TokenFunction
-    per_token: int  # the number of per-token arrays
-    stats: tuple[bool, ...]  # which fields of `TokenStats` are computed
-    with_entropy: bool  # whether the function takes the entropies
-
-    def values(self, per_token: Sequence[Any], entropy: Array | None) -> tuple[Any, ...]:
-        """Returns the arguments of the function besides the log-probabilities and the closure."""
-        return (entropy, *per_token) if self.with_entropy else tuple(per_token)
-
-    def split(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the arrays of `options`, the per-token arrays and those of the closure."""
-        first = self.options.count
-        last = first + self.per_token
-        return tuple(arrays[:first]), tuple(arrays[first:last]), tuple(arrays[last:])
 
 
 def rule_of_arrays(function: Callable[..., Arrays]) -> Any:
@@ -180,17 +82,19 @@ def rule_of_arrays(function: Callable[..., Arrays]) -> Any:
 def _loss_and_gradients(options: Options, *arrays: Array) -> Arrays:
     if options.has_grad_into:
         losses, statistics, gradients, _ = _plan_a((options, _ONLY_D_WEIGHT), *arrays)
-        return losses.sum(), *statistics, *_totals(gradients)
+        return options.devices.sum(losses.sum()), *statistics, *_totals(gradients)
     losses, *statistics = row_losses_rule(options, *arrays)
-    return losses.sum(), *statistics
+    return options.devices.sum(losses.sum()), *statistics
 
 
 def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, totals = options.needs_grad(primals), ()
-    losses, statistics, gradients, scales = _plan_a((options, needs_grad), *(primal.value for primal in primals))
+    arrays = tuple(primal.value for primal in primals)
+    losses, statistics, gradients, scales = _plan_a((options, needs_grad), *arrays)
     if options.has_grad_into:
         totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
-    return (losses.sum(), *statistics, *totals), (jax.tree.map(as_residual, gradients), scales)
+    gradients, scales = _summed(options, gradients, scales, arrays)
+    return (options.devices.sum(losses.sum()), *statistics, *totals), (jax.tree.map(as_residual, gradients), scales)
 
 
 def _loss_and_gradients_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
@@ -281,9 +185,11 @@ def row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     upstream = jnp.where(row_weight != 0, d_loss * row_weight, 0.0)
     d_entropy = _row_statistics_of(cotangents[1:], options.statistics).entropy
     if entropy is None or d_entropy is None or isinstance(d_entropy, SymbolicZero):
-        return options.cotangents(gradients_of_rows((options, needs_grad), arrays, lse, upstream))
-    of_rows = -upstream, d_entropy, jnp.zeros_like(lse)  # the loss is -log_prob
-    return options.cotangents(_log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows))
+        gradients = gradients_of_rows((options, needs_grad), arrays, lse, upstream)
+    else:
+        of_rows = -upstream, d_entropy, jnp.zeros_like(lse)  # the loss is -log_prob
+        gradients = _log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows)
+    return options.cotangents(_summed(options, gradients, None, arrays)[0])
 
 
 row_losses_rule.defvjp(row_losses_fwd, row_losses_bwd, symbolic_zeros=True)
@@ -342,12 +248,12 @@ def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
     if token.options.has_grad_into:
         nothing = TokenNeedsGrad((False,) * len(per_token), (False,) * len(closure))
         rows, stats, gradients, _ = _token_plan_a((token, _ONLY_D_WEIGHT, nothing), *arrays)
-        return rows.loss.sum(), *stats, *_totals(gradients)
+        return token.devices.sum(rows.loss.sum()), *stats, *_totals(gradients)
     nll, found = losses_of_rows(token.options, *_unweighted(token.options, of_call))
     row_weight = token.options.named(of_call)["row_weight"]
     values = token.values(per_token, found.entropy)
     loss = _token_values(token.function, 0.0 - nll, row_weight, values, closure).sum()
-    return loss, *_stats(token, 0.0 - nll, row_weight, found)
+    return token.devices.sum(loss), *_stats(token, 0.0 - nll, row_weight, found)
 
 
 def _stats(token: TokenOptions, log_prob: Array, row_weight: Array, found: row_math.RowStatistics | None) -> Arrays:
@@ -368,6 +274,7 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         rows, stats, gradients, scales = _token_plan_a((token, needs_grad, token_needs_grad), *arrays)
         if options.has_grad_into:
             totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
+        gradients, scales = _summed(options, gradients, scales, token.split(arrays)[0])
     else:
         of_call, per_token, closure = token.split(arrays)
         nll, found = losses_of_rows(options, *_unweighted(options, of_call))
@@ -379,11 +286,15 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         rows = rows._replace(d_per_token=rows.d_per_token[token.with_entropy :])
         stats = _stats(token, 0.0 - nll, row_weight, found)
         gradients, scales = NOTHING_COMPUTED, None
-    of_tokens = (*rows.d_per_token, *rows.d_closure)
+    of_tokens = (*rows.d_per_token, *_summed_closure(token, rows.d_closure, token.split(arrays)[2]))
     # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
     like = zip(of_tokens, arrays[len(of_call) :], strict=True)
     dtypes = tuple(None if gradient is None else jnp.zeros(0, array.dtype) for gradient, array in like)
-    return (rows.loss.sum(), *stats, *totals), (jax.tree.map(as_residual, (gradients, of_tokens)), scales, dtypes)
+    return (token.devices.sum(rows.loss.sum()), *stats, *totals), (
+        jax.tree.map(as_residual, (gradients, of_tokens)),
+        scales,
+        dtypes,
+    )
 
 
 def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
@@ -417,7 +328,7 @@ def _token_rows_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any
     upstream = jnp.where(row_weight != 0, row_weight * dense(cotangents[0]), 0.0)
     per_token, closure = tuple(arrays[: token.per_token]), tuple(arrays[token.per_token :])
     rows = _token_derivatives((token.function, needs_grad), log_prob, upstream, per_token, closure)
-    found = (*rows.d_per_token, *rows.d_closure)
+    found = (*rows.d_per_token, *_summed_closure(token, rows.d_closure, closure))
     typed = (None if d is None else d.astype(array.dtype) for d, array in zip(found, arrays, strict=True))
     return (0.0 - rows.gradient_weight, None, *typed)
 
@@ -456,6 +367,36 @@ def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
     return loss, *_stats(token, jax.lax.stop_gradient(0.0 - nll), row_weight, found)
 
 
+def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays) -> tuple[Gradients, Any]:
+    """Returns gradients whose parts of linear_weight and linear_bias are sums over the devices that have different
+    tokens, rounded to their dtypes afterwards, and the powers of two that all gradients carry.
+
+    The gradients of each device are those of `make_problem`: float32, and that of linear_weight carries no power.
+    """
+    devices, named = options.devices, options.named(arrays)
+    if not devices.token_axes:
+        return gradients, scales
+    head_scale = None
+    if scales is not None:
+        head_scale = row_math.saved_scales(named["row_weight"], devices)[1]
+
+    def summed(gradient: Array | None, name: str, scale: Array | None) -> Array | None:
+        if gradient is None or (name == "linear_weight" and options.has_grad_into):
+            return gradient
+        total = devices.sum_of_shared(gradient if scale is None else gradient / scale, named[name])
+        return (total if head_scale is None else total * head_scale).astype(named[name].dtype)
+
+    d_weight = summed(gradients.d_weight, "linear_weight", None)
+    d_bias = summed(gradients.d_bias, "linear_bias", None if scales is None else scales[1])
+    return Gradients(gradients.d_input, d_weight, d_bias), None if scales is None else (scales[0], head_scale)
+
+
+def _summed_closure(token: TokenOptions, d_closure: Sequence[Array | None], closure: Arrays) -> Sequence[Array | None]:
+    """Returns the gradients of a closure as sums over the devices that have different tokens."""
+    pairs = zip(d_closure, closure, strict=True)
+    return tuple(None if d is None else token.devices.sum_of_shared(d, array) for d, array in pairs)
+
+
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:
     """Returns gradients times what came from upstream, rounded once."""
 
@@ -474,14 +415,14 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
 
 @opaque("linear_ce_losses")
 def losses_of_rows(
-    options: Options, *arrays: Array, platform: str | None = None
+    options: Options, *arrays: Array, lowering: Lowering | None = None
 ) -> tuple[Array, row_math.RowStatistics]:
-    return _plan_b(options, arrays, platform)
+    return _plan_b(options, arrays, lowering)
 
 
-def _plan_b(options: Options, arrays: Arrays, platform: str | None) -> tuple[Array, row_math.RowStatistics]:
+def _plan_b(options: Options, arrays: Arrays, lowering: Lowering | None) -> tuple[Array, row_math.RowStatistics]:
     """Returns the (N,) losses and the statistics of the rows."""
-    problem = forward_problem(options, arrays, platform)
+    problem = forward_problem(options, arrays, lowering)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
@@ -493,12 +434,12 @@ def _plan_b(options: Options, arrays: Arrays, platform: str | None) -> tuple[Arr
 
 @opaque("linear_ce_plan_a")
 def _plan_a(
-    static: tuple[Options, NeedsGrad], *arrays: Array, platform: str | None = None
+    static: tuple[Options, NeedsGrad], *arrays: Array, lowering: Lowering | None = None
 ) -> tuple[Array, Arrays, Gradients, Any]:
     """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
     options, needs_grad = static
     statistics = options.statistics
-    problem = make_problem("loss_and_gradients", options, arrays, needs_grad, platform, statistics=statistics)
+    problem = make_problem("loss_and_gradients", options, arrays, needs_grad, lowering, statistics=statistics)
     plan = plan_of(problem)
     scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if plan.path == "scaled_exp":
@@ -514,7 +455,7 @@ def _plan_a(
 
 @opaque("linear_ce_token_plan_a")
 def _token_plan_a(
-    static: tuple[TokenOptions, NeedsGrad, TokenNeedsGrad], *arrays: Array, platform: str | None = None
+    static: tuple[TokenOptions, NeedsGrad, TokenNeedsGrad], *arrays: Array, lowering: Lowering | None = None
 ) -> tuple[TokenRows, Arrays, Gradients, Any]:
     """Returns the results of all rows, their statistics, the gradients of the sum of their losses, and the powers of
     two that these carry.
@@ -526,11 +467,11 @@ def _token_plan_a(
     of_call, per_token, closure = token.split(arrays)
     statistics = token.options.statistics
     stage: Stage = "entropy_loss_and_gradients" if token.with_entropy else "loss_and_gradients"
-    problem = make_problem(stage, token.options, of_call, needs_grad, platform, statistics=statistics)
+    problem = make_problem(stage, token.options, of_call, needs_grad, lowering, statistics=statistics)
     plan, token_loss = plan_of(problem), TokenHook(token.function, token_needs_grad, per_token, closure)
     scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if token.with_entropy and plan.path == "recompute":
-        nll, found = _plan_b(token.options, _unweighted(token.options, of_call), platform)
+        nll, found = _plan_b(token.options, _unweighted(token.options, of_call), lowering)
         log_prob = 0.0 - nll
         every = chunked.ChunkRows(Slice(0, problem.tokens, None), problem.target, problem.row_weight)
         rows = token_loss.of_chunk(every.chunk, log_prob, problem.row_weight, found.entropy)
@@ -559,7 +500,7 @@ def _token_values(
     row_weight: Array,
     per_token: Arrays,
     closure: Arrays,
-    platform: str | None = None,
+    lowering: Lowering | None = None,
 ) -> Array:
     """Returns the (N,) weighted losses of a token loss."""
     return row_token_losses(function, log_prob, row_weight, per_token, closure)
@@ -572,7 +513,7 @@ def _token_derivatives(
     row_weight: Array,
     per_token: Arrays,
     closure: Arrays,
-    platform: str | None = None,
+    lowering: Lowering | None = None,
 ) -> TokenRows:
     """Returns the weighted losses of a token loss and their gradients."""
     return row_token_gradients(*static, log_prob, row_weight, per_token, closure)
@@ -580,7 +521,7 @@ def _token_derivatives(
 
 @opaque("linear_ce_row_gradients")
 def gradients_of_rows(
-    static: tuple[Options, NeedsGrad], arrays: Arrays, lse: Array, upstream: Array, platform: str | None = None
+    static: tuple[Options, NeedsGrad], arrays: Arrays, lse: Array, upstream: Array, lowering: Lowering | None = None
 ) -> Gradients:
     """Plan C's backward pass for losses of rows: the gradients of their sum, each multiplied by `upstream`.
 
@@ -589,7 +530,7 @@ def gradients_of_rows(
     """
     options, needs_grad = static
     arrays = options.arrays(**options.named(arrays) | {"row_weight": upstream})
-    problem = make_problem("row_gradients", options, arrays, needs_grad, platform)
+    problem = make_problem("row_gradients", options, arrays, needs_grad, lowering)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
@@ -607,28 +548,29 @@ def _gradients(
     arrays: Arrays,
     lse: Array,
     coefficients: Coefficients,
-    platform: str | None = None,
+    lowering: Lowering | None = None,
 ) -> Gradients:
     """Plan C's backward pass for any coefficients."""
     options, needs_grad = static
     entropy = coefficients.beta is not None
-    problem = make_problem("gradients", options, arrays, needs_grad, platform, entropy=entropy)
+    problem = make_problem("gradients", options, arrays, needs_grad, lowering, entropy=entropy)
     plan = plan_of(problem)
     return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
 
 
-def forward_problem(options: Options, arrays: Sequence[Array], platform: str | None = None) -> Problem:
+def forward_problem(options: Options, arrays: Sequence[Array], lowering: Lowering | None = None) -> Problem:
     """Returns the problem of plan B. Where the backward pass adds to grad_into, plan B is that of a call without it."""
     if options.adds_in_backward:
         arrays = options.arrays(**options.named(arrays) | {"grad_into": None})
     stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
-    return make_problem(stage, options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
+    return make_problem(stage, options, arrays, NO_GRADIENTS, lowering, statistics=options.statistics)
 
 
-def implementation_of(options: Options, arrays: Sequence[Array], platform: str | None) -> str:
-    """Returns the implementation that a call runs that is lowered for `platform`, or traced."""
+def implementation_of(options: Options, arrays: Sequence[Array], lowering: Lowering | None) -> str:
+    """Returns the implementation that a call runs that is lowered, or traced where `lowering` is None."""
     named, axis = options.named(arrays), options.vocab_axis
     x, w = named["input"], named["linear_weight"]
+    platform = None if lowering is None else lowering.platform
     return launch.resolve(options.implementation, platform, x.dtype, x.shape[1], w.shape[axis], axis)
 
 
@@ -637,28 +579,42 @@ def make_problem(
     options: Options,
     arrays: Sequence[Array],
     needs_grad: NeedsGrad,
-    platform: str | None = None,
+    lowering: Lowering | None = None,
     *,
     statistics: int = 0,
     entropy: bool = False,
 ) -> Problem:
-    """Returns the problem, with its plan, of a call that is lowered for `platform`, or traced."""
+    """Returns the problem, with its plan, of a call that is lowered, or traced where `lowering` is None.
+
+    Raises:
+        ValueError: the call is lowered for several devices, to which XLA cannot distribute it.
+    """
     shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
-    problem = Problem(**options.named(arrays), **shared)
-    implementation = implementation_of(options, arrays, platform)
+    problem = Problem(**options.named(arrays), **shared, devices=options.devices)
+    offset = vocab_shard.first_class(options.devices, problem.linear_weight.shape[options.vocab_axis])
+    problem = replace(problem, vocab_offset=offset)
+    if options.devices.token_axes:  # the gradients of the head are summed in float32 before they are rounded
+        b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
+        if needs_grad.d_weight and into is None:
+            into = jnp.zeros(w.shape, jnp.float32)
+        problem = replace(problem, linear_bias=None if b is None else b.astype(jnp.float32), grad_into=into)
+    implementation = implementation_of(options, arrays, lowering)
     plan = plan_for(
         problem,
         stage,
         options.memory_budget,
         implementation,
         needs_grad,
-        launch.device_info(implementation, launch.traced_platform() if platform is None else platform),
+        launch.device_info(implementation, launch.traced_platform() if lowering is None else lowering.platform),
         statistics=statistics,
         entropy=entropy,
         # Where no implementation is named, it is known only when the call is lowered.
-        batch_invariant=options.batch_invariant and (options.implementation, platform) != (None, None),
+        batch_invariant=options.batch_invariant and (options.implementation, lowering) != (None, None),
     )
-    return replace(problem, plan=plan)
+    problem = replace(problem, plan=plan)
+    if lowering is not None and not (options.devices.replicated or is_one_chunk(problem)):
+        launch.check_devices(implementation, lowering.devices)
+    return problem
 
 
 def plan_for(
@@ -790,8 +746,46 @@ def _as_rows(arrays: Sequence[Any], axes: Sequence[Any], size: int) -> Arrays:
     return tuple(flat(array, axis) for array, axis in zip(arrays, axes, strict=True))
 
 
-loss_and_gradients = differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch))
-row_losses = operator_of_rows("linear_ce_row_losses", row_losses_rule)
-log_probs = operator_of_rows("linear_ce_log_probs", log_probs_rule)
-token_loss_and_gradients = differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch)
-token_rows = differentiable("linear_ce_token_rows", _token_rows, _token_rows_of_batch)
+def _on_devices(
+    operator: Callable[..., Arrays], rule: Any, places: Callable[[Any, int], tuple[Container[int], Container[int]]]
+) -> Any:
+    """Makes calls that name axes of a mesh run `rule` in place of the operator, whose arguments would all vary over
+    these axes. `places(static, count)` says which of `count` arrays devices with different tokens may share, and which
+    are different where devices divide the vocabulary."""
+    # Outside of jit, jax.shard_map does not run custom_vjp functions with symbolic zeros.
+    compiled = jax.jit(lambda static, *arrays: rule(static, *arrays), static_argnums=0)
+
+    def call(static: Any, *arrays: Array) -> Arrays:
+        if not static.devices.axes:
+            return operator(static, *arrays)
+        return compiled(static, *aligned(static.devices, arrays, *places(static, len(arrays))))
+
+    return call
+
+
+def _places(options: Options, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The `places` of the arrays of a call."""
+    shared = (1, 4) if options.has_bias else (1,)
+    return shared, (*shared, options.count - 1) if options.has_grad_into else shared
+
+
+def _places_of_token_loss(token: TokenOptions, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shared, of_head = _places(token.options, count)
+    return (*shared, *range(token.options.count + token.per_token, count)), of_head
+
+
+loss_and_gradients = _on_devices(
+    differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch)),
+    _loss_and_gradients,
+    _places,
+)
+row_losses = _on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places)
+log_probs = _on_devices(operator_of_rows("linear_ce_log_probs", log_probs_rule), log_probs_rule, _places)
+token_loss_and_gradients = _on_devices(
+    differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch), _token_loss, _places_of_token_loss
+)
+token_rows = _on_devices(
+    differentiable("linear_ce_token_rows", _token_rows, _token_rows_of_batch),
+    _token_rows,
+    lambda token, count: (range(2 + token.per_token, count), ()),
+)

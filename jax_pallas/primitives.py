@@ -7,6 +7,7 @@ primitives are. Then an array that was the same on all devices gets the sum of t
 primitive has no mesh.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -18,16 +19,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
+from jax_pallas.launch import Lowering
+
 Function = Callable[..., Any]
 Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, size, arrays, axes) -> results or None
 
 
 @lru_cache(maxsize=1024)
-def _result_shapes(function: Function, static: Any, tree: Any, shapes: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Returns the results of a call as flat shapes and their tree."""
+def _result_shapes(
+    function: Function, static: Any, tree: Any, shapes: tuple[Any, ...]
+) -> tuple[list[tuple[str, Any]], Any]:
+    """Returns the results of a call as flat shapes with their paths in the results, and their tree."""
     arguments = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
     with one_device():
-        return jax.tree.flatten(jax.eval_shape(partial(function, static), *arguments))
+        found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(partial(function, static), *arguments))
+    return [(jax.tree_util.keystr(path), result) for path, result in found], tree
+
+
+def _vocab_axis(static: Any) -> str | None:
+    """Returns the axis over which a call divides the vocabulary, from the static arguments of an operator."""
+    options = static[0] if isinstance(static, tuple) else static
+    return options.devices.vocab_axis if hasattr(options, "devices") else None
 
 
 def one_device() -> Any:
@@ -44,12 +56,13 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
     """Returns a primitive of `function`, the call that binds it, and `function` of flat leaves.
 
     Where `returns_tuple`, `function` returns a tuple of arrays. Other results are put together as a trace of `function`
-    shows them.
+    shows them. If the call divides the vocabulary among devices, all results but d_weight and d_bias are the same on
+    these devices (`vocab_shard.py`).
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def shapes_of(leaves: Sequence[Any], static: Any, tree: Any) -> tuple[list[Any], Any]:
+    def shapes_of(leaves: Sequence[Any], static: Any, tree: Any) -> tuple[list[tuple[str, Any]], Any]:
         return _result_shapes(function, static, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
     def bound(static: Any, *arguments: Any) -> Any:
@@ -66,11 +79,16 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
         mesh, axes = avals[0].sharding.mesh, avals[0].manual_axis_type
 
-        def typed(array: Any) -> jax.core.ShapedArray:
-            sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(array.shape)))
-            return jax.core.ShapedArray(array.shape, array.dtype, sharding=sharding, manual_axis_type=axes)
+        shared = axes.update(varying=axes.varying - {_vocab_axis(static)})
 
-        return [typed(result) for result in shapes_of(avals, static, tree)[0]]
+        def typed(path: str, array: Any) -> jax.core.ShapedArray:
+            sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(array.shape)))
+            of_head = path.endswith((".d_weight", ".d_bias"))
+            return jax.core.ShapedArray(
+                array.shape, array.dtype, sharding=sharding, manual_axis_type=axes if of_head else shared
+            )
+
+        return [typed(*result) for result in shapes_of(avals, static, tree)[0]]
 
     primitive.def_impl(compiled(primitive, flat, "static", "tree"))
     primitive.def_abstract_eval(abstract)
@@ -92,23 +110,32 @@ def compiled(primitive: Primitive, function: Function, *static: str) -> Function
     return jax.jit(call, static_argnames=static)
 
 
+def _partitioned(context: Any) -> int:
+    """Returns among how many devices XLA divides the part of a program that is lowered in this axis context: those of
+    the axes of a mesh that no `jax.shard_map` around it maps. 1 where it divides nothing."""
+    if isinstance(context, mlir.SPMDAxisContext):
+        return math.prod(size for name, size in context.mesh.shape.items() if name not in context.manual_axes)
+    return context.num_devices
+
+
 def opaque(name: str) -> Callable[[Function], Function]:
     """Turns a function into a primitive that is not differentiable and that partial evaluation does not split.
 
-    The function takes the `platform` that it is lowered for. Without a platform it is traced for the shapes of its
-    results. When it is lowered it is traced again, for that platform only, which `jax.lax.platform_dependent` would not
-    do. Under vmap it runs for one element after the other, because each one may take the whole memory budget.
+    The function takes the `lowering`: what it is lowered for. Without it, it is traced for the shapes of its results.
+    When it is lowered it is traced again, for one platform only, which `jax.lax.platform_dependent` would not do. Under
+    vmap it runs for one element after the other, because each one may take the whole memory budget.
     """
 
     def decorate(function: Function) -> Function:
         primitive, bound, flat = _primitive(name, function, returns_tuple=False)
 
         def lower(context: mlir.LoweringRuleContext, *leaves: Any, **parameters: Any) -> Any:
-            platform = (context.platforms or context.module_context.platforms)[0]
+            platforms = context.platforms or context.module_context.platforms
+            lowering = Lowering(platforms[0], _partitioned(context.module_context.axis_context))
             types: Sequence[Any] = context.avals_in
             context = context.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in types])
             with one_device():
-                return mlir.lower_fun(partial(flat, platform=platform))(context, *leaves, **parameters)
+                return mlir.lower_fun(partial(flat, lowering=lowering))(context, *leaves, **parameters)
 
         def batch(leaves: Sequence[Any], axes: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
             one = sequential_vmap(lambda *leaves: primitive.bind(*leaves, **parameters))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_pallas.devices import ONE_DEVICE, Devices
 from jax_pallas.plan import ExecutionPlan, MatrixLayout
 from jax_pallas.slicing import SYMBOLIC_TOKENS, Slice, is_symbolic
 from linear_ce.spec import LossSpec
@@ -25,13 +26,15 @@ class Problem:
         linear_bias: (V,), of the same rows, or None.
         target: (N,) int32, class indices of the whole vocabulary.
         row_weight: (N,) float32 of `row_math.row_weights`; rows of weight 0 are excluded.
-        class_weight: (K,) float32 of the whole vocabulary, or None.
+        class_weight: (K,) float32 of the whole vocabulary, or None. With `devices` that divide the vocabulary, the rows
+            past the classes have 0.
         spec: the options.
         classes: K of the whole vocabulary.
-        vocab_offset: class index of linear_weight's first row.
+        vocab_offset: class index of linear_weight's first row; an array where `devices` divide the vocabulary.
         vocab_axis: which axis of linear_weight is the vocabulary.
         plan: how the call runs; None in tests that call the functions of `chunked` directly.
         grad_into: linear_weight's shape, float32: d_weight is this plus the gradient; or None.
+        devices: among which the call is divided.
     """
 
     input: Array
@@ -42,10 +45,11 @@ class Problem:
     class_weight: Array | None
     spec: LossSpec
     classes: int
-    vocab_offset: int = 0
+    vocab_offset: Array | int = 0
     vocab_axis: int = 0
     plan: ExecutionPlan | None = None
     grad_into: Array | None = None
+    devices: Devices = ONE_DEVICE
 
     @property
     def tokens(self) -> int:
@@ -53,8 +57,25 @@ class Problem:
 
     @property
     def local_classes(self) -> int:
-        """How many rows of linear_weight are classes. The other rows are padding."""
-        return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[self.vocab_axis])
+        """How many rows of linear_weight are classes. The other rows are padding. Where devices divide the vocabulary,
+        all rows: `classes_of` masks the padding."""
+        rows = self.linear_weight.shape[self.vocab_axis]
+        if isinstance(self.vocab_offset, int):
+            return min(max(self.classes - self.vocab_offset, 0), rows)
+        return rows
+
+    @property
+    def masks_classes(self) -> bool:
+        """Whether which rows of linear_weight are padding is known only when the program runs."""
+        rows = self.devices.shards * self.linear_weight.shape[self.vocab_axis]
+        return self.devices.vocab_axis is not None and self.classes < rows
+
+    def classes_of(self, vocab_chunk: Slice) -> Slice:
+        """Returns a vocabulary chunk whose rows past the classes are not fresh."""
+        if not self.masks_classes:
+            return vocab_chunk
+        is_class = self.vocab_offset + vocab_chunk.start + jnp.arange(vocab_chunk.size) < self.classes
+        return vocab_chunk._replace(fresh=is_class if vocab_chunk.fresh is None else is_class & vocab_chunk.fresh)
 
     def class_weight_of(self, vocab_chunk: Slice) -> Array | None:
         if self.class_weight is None:
@@ -65,6 +86,8 @@ class Problem:
         """Returns the vocabulary chunk of the head, (v, D) or (D, v), in input's dtype; (v, 2D) or (2D, v) if the head
         is split."""
         w, dtype = vocab_chunk.of(self.linear_weight, self.vocab_axis), self.input.dtype
+        if self.masks_classes and vocab_chunk.fresh is not None:  # the padding may hold NaN
+            w = jnp.where(jnp.expand_dims(vocab_chunk.fresh, 1 - self.vocab_axis), w, 0)
         return halves(w, dtype, 1 - self.vocab_axis) if self.spec.splits_head else w.astype(dtype)
 
     def beside_head(self, x: Array) -> Array:
@@ -93,6 +116,15 @@ def plan_of(problem: Problem) -> ExecutionPlan:
     """Returns the problem's plan. Every call of a public function has one."""
     assert problem.plan is not None
     return problem.plan
+
+
+def is_one_chunk(problem: Problem) -> bool:
+    """Whether the call has no kernels and no loops, so that XLA can divide it among devices."""
+    plan = plan_of(problem)
+    if plan.path != "chunked" or is_symbolic(problem.tokens):
+        return False
+    chunks, classes = plan.chunk_config, problem.local_classes
+    return chunks.rows >= problem.tokens and min(chunks.vocab_chunk, chunks.first_vocab_chunk) >= classes
 
 
 def layout_of(matrix: Array) -> MatrixLayout:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_pallas.devices import ONE_DEVICE, Devices
 from linear_ce.spec import LossSpec
 from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
 
@@ -216,7 +217,7 @@ def nll_and_lse(
 # hold NaN in rows that are excluded before they return.
 
 
-@partial(jax.jit, static_argnames=("spec", "classes"))
+@partial(jax.jit, static_argnames=("spec", "classes", "devices"))
 def row_weights(
     spec: LossSpec,
     target: Array,
@@ -224,14 +225,15 @@ def row_weights(
     token_weight: Array | None,
     normalizer: Array | None,
     classes: int,
+    devices: Devices = ONE_DEVICE,
 ) -> tuple[Array, Array]:
     """Returns what each row's loss is multiplied by, (N,) float32, and n_valid, (): MATH.md (5), (8), (9).
 
     The row weights contain ignore_index, token_weight, the reduction and its denominator. Later steps exclude the rows
-    whose weight is 0.
+    whose weight is 0. Devices with different tokens have the same denominator and n_valid.
     """
     valid = target != spec.ignore_index
-    n_valid = valid.sum()
+    n_valid = devices.sum(valid.sum())
     row_weight = valid.astype(jnp.float32)
     if token_weight is not None:
         row_weight = jnp.where(valid, token_weight.astype(jnp.float32), 0.0)
@@ -241,6 +243,7 @@ def row_weights(
             denominator = jnp.where((denominator >= 0) & (denominator < math.inf), denominator, math.nan)
         elif class_weight is not None:
             denominator = jnp.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
+            denominator = devices.sum(denominator)
         else:
             # If no token is counted, all weights are 0.
             return row_weight / jnp.maximum(n_valid, 1).astype(jnp.float32), n_valid
@@ -316,15 +319,17 @@ def with_entropy(coefficients: Coefficients, d_entropy: Array, entropy: Array) -
     return coefficients._replace(alpha=coefficients.alpha - d_entropy * entropy, beta=-d_entropy)
 
 
-def saved_scales(row_weight: Array) -> tuple[Array, Array]:
+def saved_scales(row_weight: Array, devices: Devices = ONE_DEVICE) -> tuple[Array, Array]:
     """Returns () powers of two for float16 gradients computed before the upstream gradient exists: of d_input, and
     of d_weight.
 
     The first power scales the largest row weight (1/N for a mean) to [1, 2), so that d_input neither underflows nor
     overflows for any N. A gradient of the head is a sum of up to N rows, so the second power has half the exponent: the
     gradient is then equally far from both ends of float16's range.
+
+    `devices` with different tokens have the same powers.
     """
-    largest = jnp.abs(row_weight).max(initial=0.0)
+    largest = devices.max(jnp.abs(row_weight).max(initial=0.0))
     usable = jnp.isfinite(largest) & (largest > 0)
     exponent = jnp.where(usable, jnp.frexp(largest)[1] - 1, 0).clip(-MAX_EXPONENT, MAX_EXPONENT)
     half = jnp.sign(exponent) * (jnp.abs(exponent) // 2)

@@ -27,7 +27,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, ops
-from jax_pallas.launch import DeviceInfo
+from jax_pallas.launch import DeviceInfo, Lowering
 from jax_pallas.ops import Arrays, Options
 from jax_pallas.plan import ExecutionPlan, Stage, why_unsaved
 from jax_pallas.primitives import opaque
@@ -210,14 +210,14 @@ def _of_upstream(options: Options, kept: Any, d_loss: Array) -> Any:
 
 @opaque("linear_ce_saved_losses")
 def _saved_losses(
-    static: tuple[Options, NeedsGrad], *arrays: Array, platform: str | None = None
+    static: tuple[Options, NeedsGrad], *arrays: Array, lowering: Lowering | None = None
 ) -> tuple[Array, RowStatistics, SavedRows]:
     """The forward pass: returns the weighted loss of each row (N,), the statistics, and what is kept of the first
     rows."""
     options, needs_grad = static
     rows = saved_rows(options, arrays, needs_grad).rows
     first, others = _of_rows(options, arrays, slice(0, rows)), _of_rows(options, arrays, slice(rows, None))
-    problem = _saved_problem(options, first, needs_grad, platform)
+    problem = _saved_problem(options, first, needs_grad, lowering)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import save_rows
@@ -239,26 +239,27 @@ def _of_rows(options: Options, arrays: Arrays, rows: slice) -> Arrays:
     return options.arrays(**named | {name: named[name][rows] for name in ("input", "target", "row_weight")})
 
 
-def _saved_problem(options: Options, arrays: Arrays, needs_grad: NeedsGrad, platform: str | None) -> Problem:
-    options = _as_traced(options, arrays, platform)
-    return ops.make_problem("saved_rows", options, arrays, needs_grad, platform, statistics=options.statistics)
+def _saved_problem(options: Options, arrays: Arrays, needs_grad: NeedsGrad, lowering: Lowering | None) -> Problem:
+    options = _as_traced(options, arrays, lowering)
+    return ops.make_problem("saved_rows", options, arrays, needs_grad, lowering, statistics=options.statistics)
 
 
-def _head_problem(options: Options, arrays: Arrays, needs_grad: NeedsGrad, platform: str | None) -> Problem:
+def _head_problem(options: Options, arrays: Arrays, needs_grad: NeedsGrad, lowering: Lowering | None) -> Problem:
     """Returns the problem of "chunked" for the gradients of the head by saved rows."""
-    options = _as_traced(options, arrays, platform)
-    return ops.make_problem("gradients", options, arrays, needs_grad._replace(d_input=False), platform)
+    options = _as_traced(options, arrays, lowering)
+    return ops.make_problem("gradients", options, arrays, needs_grad._replace(d_input=False), lowering)
 
 
-def _as_traced(options: Options, arrays: Arrays, platform: str | None) -> Options:
+def _as_traced(options: Options, arrays: Arrays, lowering: Lowering | None) -> Options:
     """Returns the options with the implementation that was chosen where the call was traced. Raises ValueError if the
     platform that it is lowered for has another one."""
-    lowered_as = options.saved_as if platform is None else ops.implementation_of(options, arrays, platform)
+    lowered_as = options.saved_as if lowering is None else ops.implementation_of(options, arrays, lowering)
     if lowered_as != options.saved_as:
         raise ValueError(
-            f"saved_budget must be 0 where a call is traced for {options.saved_as!r} and lowered for a {platform} "
-            f"device, which runs {lowered_as!r}: each saves other arrays. Name the implementation, or lower the "
-            "program for one kind of device, which is the default device or that of the mesh"
+            f"saved_budget must be 0 where a call is traced for {options.saved_as!r} and lowered for a "
+            f"{lowering and lowering.platform} device, which runs {lowered_as!r}: each saves other arrays. Name the "
+            "implementation, or lower the program for one kind of device, which is the default device or that of the "
+            "mesh"
         )
     return replace(options, implementation=options.saved_as)
 
@@ -276,7 +277,7 @@ def _saved_gradients(
     factor: Array,
     lse: Array,
     saved: SavedRows,
-    platform: str | None = None,
+    lowering: Lowering | None = None,
 ) -> Gradients:
     """The backward pass: the gradients of the sum of the rows' losses, each multiplied by `factor` (N,), which is 0 in
     rows that do not contribute.
@@ -293,7 +294,7 @@ def _saved_gradients(
         d_others, *rest = ops.gradients_of_rows(static, others, lse[rows:], upstream)
         d_head = Gradients(None, *rest)
     first, factor = _of_rows(options, arrays, slice(0, rows)), factor[:rows]
-    problem = _saved_problem(options, first, needs_grad, platform)
+    problem = _saved_problem(options, first, needs_grad, lowering)
     if plan_of(problem).path == "scaled_exp":
         from jax_pallas.scaled_exp import saved_gradients
 
@@ -303,7 +304,7 @@ def _saved_gradients(
         assert saved.rho is not None
         input_factor = jnp.where(factor == 0, 0.0, factor * saved.rho)
         first = options.arrays(**options.named(first) | {"row_weight": input_factor})
-        problem = _head_problem(options, first, needs_grad, platform)
+        problem = _head_problem(options, first, needs_grad, lowering)
         d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
     d_input = None
     if saved.unit_d_input is not None:

@@ -570,6 +570,40 @@ ROW_GRADIENTS = (
         tests("jax_pallas_edges", "upstream_gradient_is_0"),
     ),
 )
+JAX_SCALE = tests("jax_pallas_scale", "refused")
+JAX_TOKEN_AXES = tests("jax_pallas_scale", "tokens")
+JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
+SCALE = (
+    Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axis) * rows", "0 * rows", JAX_SHARDS),
+    Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),
+    Mutation(
+        "jax_pallas/problem.py",
+        "        if self.masks_classes and vocab_chunk.fresh",
+        "        if False and vocab_chunk.fresh",
+        JAX_SHARDS,
+    ),
+    Mutation("jax_pallas/problem.py", "        if not self.masks_classes:", "        if True:", JAX_SHARDS),
+    Mutation("jax_pallas/arguments.py", "jnp.pad(class_weight, (0, rows - classes))", "class_weight", JAX_SHARDS),
+    Mutation("jax_pallas/primitives.py", "axes.varying - {_vocab_axis(static)}", "axes.varying", JAX_SHARDS),
+    Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/row_math.py", "devices.sum(denominator)", "denominator", JAX_TOKEN_AXES),
+    Mutation(
+        "jax_pallas/row_math.py",
+        "devices.max(jnp.abs(row_weight).max(initial=0.0))",
+        "jnp.abs(row_weight).max(initial=0.0)",
+        JAX_TOKEN_AXES,
+    ),
+    Mutation(
+        "jax_pallas/ops.py", "gradient if scale is None else gradient / scale, named", "gradient, named", JAX_TOKEN_AXES
+    ),
+    Mutation("jax_pallas/ops.py", "token.devices.sum_of_shared(d, array)", "d", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/ops.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
+    Mutation("jax_pallas/problem.py", 'if plan.path != "chunked" or ', "if ", JAX_SCALE),
+    Mutation("jax_pallas/primitives.py", "    return context.num_devices\n", "    return 1\n", JAX_SCALE),
+    Mutation("jax_pallas/primitives.py", " if name not in context.manual_axes)", ")", JAX_SCALE),
+)
 STORED_LOGITS = (
     Mutation(
         "core_triton/stored_logits.py",
@@ -624,9 +658,9 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/chunked.py", "head_scale if problem.grad_into is not None else ", "", JAX_INTO),
     Mutation("jax_pallas/linear_ce.py", "jax.lax.stop_gradient(total)", "total", JAX_INTO),
     Mutation("jax_pallas/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", JAX_INTO),
-    Mutation("jax_pallas/ops.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
-    Mutation("jax_pallas/ops.py", 'and not named["grad_into"].perturbed', "and False", JAX_INTO),
-    Mutation("jax_pallas/ops.py", "None if self.has_grad_into else d_weight", "d_weight", JAX_INTO),
+    Mutation("jax_pallas/options.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
+    Mutation("jax_pallas/options.py", 'and not named["grad_into"].perturbed', "and False", JAX_INTO),
+    Mutation("jax_pallas/options.py", "None if self.has_grad_into else d_weight", "d_weight", JAX_INTO),
     Mutation("jax_pallas/ops.py", "lambda grad_into, _: (grad_into,)", "lambda grad_into, _: (None,)", JAX_INTO),
     Mutation(
         "jax_pallas/ops.py",
@@ -639,7 +673,7 @@ HEAD_FLOAT32 = (
     ),
     Mutation("jax_pallas/ops.py", '(arrays) | {"grad_into": None})', "(arrays))", JAX_INTO),
     Mutation(
-        "jax_pallas/linear_ce.py", "grad_into=grad_into if any(needs_grad) else None", "grad_into=grad_into", JAX_INTO
+        "jax_pallas/explanation.py", "grad_into=grad_into if any(needs_grad) else None", "grad_into=grad_into", JAX_INTO
     ),
     Mutation(
         "jax_pallas/arguments.py", "    if missing and", "    if False and", tests("jax_pallas_sharding", "grad_into")
@@ -862,12 +896,12 @@ SAVED_ROWS = (
     Mutation("jax_pallas/ops.py", "        partial(forward_problem, options, arrays),\n", "", JAX_BUDGETS),
     Mutation("linear_ce/chunking.py", "max(refusals, key=lambda refusal: refusal.least)", "refusals[0]", JAX_BUDGETS),
     Mutation(
-        "jax_pallas/linear_ce.py",
+        "jax_pallas/explanation.py",
         'gradients or (into and reduction != "none"), False',
         "gradients, False",
         JAX_EXPLAINED,
     ),
-    Mutation("jax_pallas/linear_ce.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
+    Mutation("jax_pallas/explanation.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
 )
 TORCH_ENTROPY = tests("core_triton_token_loss", "custom-entropy and (budget or options)")
 TORCH_BONUS = tests("core_triton_token_loss", "bonus_of_the_entropy_alone")
@@ -1312,7 +1346,7 @@ SAME_LAUNCHES = (
 
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected

@@ -143,10 +143,9 @@ ONE_FRAMEWORK_ONLY = {
     "chunk_config.py": {"choose_stored"},  # XLA fuses the passes over stored logits, so JAX needs no kernels for them
     "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {
-        "Options",  # in PyTorch, groups.py defines it
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
         "loss",  # in JAX, each operator has its rule
-        *("TokenOptions", "token_losses"),  # a token loss has operators of its own in JAX
+        "token_losses",  # a token loss has operators of its own in JAX
         *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
         # The operators' implementations.
         *(
@@ -167,10 +166,12 @@ ONE_FRAMEWORK_ONLY = {
         *("log_probs_bwd", "no_rows", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
         *("implementation_of", "make_problem", "tiles_of", "as_residual", "dense", "operator_of_rows"),
     },
+    "linear_ce.py": {"Explanation"},  # in JAX, explanation.py defines it
     "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it
     "problem.py": {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
+        "is_one_chunk",  # XLA divides such calls among devices
     },
     # PyTorch sees the memory of d_weight as rows of a piece of the classes. XLA would copy it, so JAX has columns.
     "first_chunk.py": {"Stores", "StoredExponentials", "FirstChunk", "memory_of", "float32_of"},

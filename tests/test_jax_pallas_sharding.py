@@ -5,20 +5,15 @@ Tests that need several devices run this file in a separate process, because the
 before JAX starts.
 """
 
-import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_devices import DEVICES, failures_of, run_named
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +21,6 @@ from jax_problem import ARGUMENTS, FUNCTIONS, gradients, problem, total
 
 from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs, linear_token_loss
 
-DEVICES = 4
 NAMES = (*ARGUMENTS, "target")
 ROWS = {"input": P("data"), "linear_weight": P(), "linear_bias": P(), "target": P("data")}
 
@@ -116,7 +110,7 @@ def check_replicated_under_explicit_axes(implementation: str, dtype: str) -> Non
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         placed = jax.device_put(arrays, NamedSharding(mesh, P()))
-        got = jax.jit(lambda arrays: gradients("mean", arrays, implementation=implementation))(placed)
+        got = jax.jit(lambda arrays: gradients("mean", arrays, implementation=implementation, replicated=True))(placed)
         assert all(jax.typeof(array).sharding.mesh.axis_names == ("data",) for array in got.values())
     assert_close(got, want, 2**-7 if dtype == "bfloat16" else 1e-5)
 
@@ -125,7 +119,7 @@ def check_plain_jit(function: str) -> None:
     arrays = problem(48, 8, 300)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     placed = {name: jax.device_put(arrays[name], NamedSharding(mesh, ROWS[name])) for name in ROWS}
-    got = jax.jit(lambda arrays: gradients(function, arrays, memory_budget=2**16))(placed)
+    got = jax.jit(lambda arrays: gradients(function, arrays, memory_budget=2**16, replicated=True))(placed)
     assert_close(got, gradients(function, arrays))
 
 
@@ -272,18 +266,8 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 @pytest.fixture(scope="module")
 def failures(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Returns the failures of the selected tests' CHECKS on several devices. One process runs all of them."""
-    items: list[Any] = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in items if "failures" in item.fixturenames]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # like compiling.quick_compilation
-    done = subprocess.run(
-        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """The failures of the selected tests' CHECKS on several devices."""
+    return failures_of(request)
 
 
 SLOW = (
@@ -334,17 +318,5 @@ def test_log_probs_refuse_sharded_arrays_too() -> None:
             total("log_probs", placed)
 
 
-def main() -> None:
-    """Runs the named CHECKS and prints their failures as a JSON object, by name."""
-    assert jax.device_count() == DEVICES
-    found: dict[str, str] = {}
-    for name in sys.argv[1:]:
-        try:
-            CHECKS[name]()
-        except Exception:  # one failing check must not hide the others
-            found[name] = traceback.format_exc(limit=-5)[-3000:]
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_named(CHECKS)

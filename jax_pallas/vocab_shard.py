@@ -1,0 +1,65 @@
+"""What the devices exchange that divide the vocabulary: each has the rows of the head of its own classes.
+
+The devices of a mesh axis have the same tokens, and each runs the two passes of `chunked.py` over its own classes. They
+exchange twice in each chunk of rows:
+
+    after the first pass   the `Partial` statistics, some numbers for each row. Each device merges those of all devices
+                           in the order of the axis, so all have the same bits.
+    after the second pass  d_input is summed over the devices, in float32 unless the caller asks for less.
+
+d_weight and d_bias stay where they are. All shards have the same number of rows, so the last ones may have rows past
+the classes. These are masked, because which they are is known only when the program runs.
+
+`psum_p` and not `jax.lax.psum`: the program of an operator has no mesh (`primitives.py`), so its arrays do not have the
+types by which JAX tracks what varies. `primitives.py` gives the results their types.
+"""
+
+from functools import reduce
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_pallas import row_math
+from jax_pallas.devices import Devices
+from jax_pallas.row_math import Partial
+
+ONLY_CHUNKED = "linear_weight is a shard of the vocabulary (vocab_axis_name), which only 'chunked' takes"
+
+
+def first_class(devices: Devices, rows: int) -> Array | int:
+    """Returns the class of the first row of a device's shard, which has `rows` rows."""
+    return 0 if devices.vocab_axis is None else lax.axis_index(devices.vocab_axis) * rows
+
+
+def merged(devices: Devices, partial: Partial) -> Partial:
+    """Returns the statistics of rows over all shards, given those over the classes of each: MATH.md (26)."""
+    if devices.vocab_axis is None:
+        return partial
+    present = {name: array for name, array in partial._asdict().items() if array is not None}
+    floats = [name for name in present if name != "argmax"]
+    gathered = dict(zip(floats, _gathered(devices, jnp.stack([present[name] for name in floats])), strict=True))
+    if partial.argmax is not None:
+        gathered["argmax"] = _gathered(devices, partial.argmax[None])[0]
+
+    def of_shard(rank: int) -> Partial:
+        return partial._replace(**{name: array[rank] for name, array in gathered.items()})
+
+    return reduce(row_math.merge, map(of_shard, range(devices.shards)))
+
+
+def sum_of_d_input(devices: Devices, d_input: Array) -> Array:
+    """Returns the sum over all shards of their parts of rows of d_input, (n, D) float32."""
+    if devices.vocab_axis is None:
+        return d_input
+    return _sum(devices, d_input.astype(devices.reduce_dtype)).astype(jnp.float32)
+
+
+def _gathered(devices: Devices, numbers: Array) -> Array:
+    """Returns numbers (m, n) of each device as (m, k, n), the same on all devices: a sum of zeros and one number."""
+    rank = lax.axis_index(devices.vocab_axis)
+    places = jnp.zeros((numbers.shape[0], devices.shards, numbers.shape[1]), numbers.dtype)
+    return _sum(devices, places.at[:, rank].set(numbers))
+
+
+def _sum(devices: Devices, array: Array) -> Array:
+    return lax.psum_p.bind(array, axes=(devices.vocab_axis,), axis_index_groups=None)

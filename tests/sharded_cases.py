@@ -1,0 +1,114 @@
+"""Runs a case of `parity` on a mesh of several devices, within `jax.shard_map`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_pallas
+from parity.backends import function_of, options_of, roots_of
+from parity.cases import GRAD_INTO_START, Case
+from parity.expected import GRADIENT_OF, compare, expected, outputs_of
+
+
+def mesh_of(**axes: int) -> Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def small_budget(case: Case, mesh: Mesh) -> int:
+    """Returns a memory budget with which each device has at least three chunks of rows, and two of the vocabulary."""
+    vocab = mesh.shape.get("vocab", 1)
+    w = (case.vocab // vocab, case.hidden)
+    x: Any = jax.ShapeDtypeStruct((case.n * vocab // mesh.size, case.hidden), case.dtype)
+    head: Any = jax.ShapeDtypeStruct(w if case.vocab_axis == 0 else w[::-1], case.weight_dtype)
+    options: dict[str, Any] = {"vocab_axis": case.vocab_axis, "implementation": "chunked"}
+    options |= {"softcap": case.spec.softcap, "head_precision": case.spec.head_precision, "with_entropy": True}
+    try:
+        jax_pallas.explain(x, head, **options, memory_budget=1)
+    except ValueError as error:
+        budget = int(str(error).split("at least ")[1].split()[0])
+    else:
+        raise AssertionError
+    chunks = jax_pallas.explain(x, head, **options, memory_budget=budget).plan.chunk_config
+    assert x.shape[0] > 2 * chunks.rows
+    assert w[0] > chunks.vocab_chunk
+    return budget
+
+
+def run_sharded(
+    case: Case, arrays: Mapping[str, np.ndarray], mesh: Mesh, implementation: str | None = None, **options: Any
+) -> dict[str, np.ndarray]:
+    """Returns the outputs of a case, in small chunks. The axis "vocab" of the mesh divides the vocabulary, if it has
+    one, and the other axes divide the tokens. Arrays that are not divided are the same on all devices, which
+    `out_specs` checks."""
+    rows = P(tuple(name for name in mesh.axis_names if name != "vocab") or None)
+    vocab = "vocab" if "vocab" in mesh.axis_names else None
+    head = P(vocab) if case.vocab_axis == 0 else P(None, vocab)
+    specs = {"linear_weight": head, "linear_bias": P(vocab), "weight": P(), "normalizer": P()}
+    scalar = case.function != "log_probs" and case.spec.reduction != "none"
+
+    options = {"memory_budget": small_budget(case, mesh)} | options
+    if rows[0] and case.function != "log_probs":
+        options["token_axis_names"] = rows[0]
+    dtypes: dict[str, str] = {"input": case.dtype, "linear_weight": case.weight_dtype, "linear_bias": case.weight_dtype}
+    dtypes |= {"weight": case.dtype, "target": "int32"} | dict.fromkeys(case.per_token, case.per_token_dtype)
+    operands = {name: jnp.asarray(value, dtypes.get(name, "float32")) for name, value in arrays.items()}
+    if case.vocab_axis == 1:
+        operands["linear_weight"] = operands["linear_weight"].T
+    spec_of = {name: P() if scalar and name == "d_loss" else specs.get(name, rows) for name in operands}
+    if case.grad_into:
+        axes = tuple(name for name in mesh.axis_names if name != "vocab")
+        devices = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+        # An array for each device of the tokens, which starts at a part of the whole.
+        whole = (devices, *operands["linear_weight"].shape)
+        operands["grad_into"] = jnp.full(whole, GRAD_INTO_START / devices)
+        spec_of["grad_into"] = P(axes or None, *head)
+
+    def body(operands: dict[str, Any]) -> dict[str, Any]:
+        operands = dict(operands)
+        if case.grad_into:
+            operands["grad_into"] = operands["grad_into"][0]
+        upstream = [operands.pop(f"d_{name}") for name in roots_of(case)]
+        names = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
+        if case.grad_into:
+            del names["d_weight"]
+            if not scalar:
+                names["d_weight"] = "grad_into"
+        others = {name: value for name, value in operands.items() if name not in names.values()}
+        others = {name: value for name, value in others.items() if not name.startswith("d_")}
+        keywords = options_of(case, implementation) | {"vocab_axis": case.vocab_axis} | options
+
+        def call(differentiated: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            outputs = function_of(jax_pallas, case)(**differentiated, **others, **keywords)
+            return [outputs[name] for name in roots_of(case)], outputs
+
+        _, pull_back, outputs = jax.vjp(call, {name: operands[name] for name in names.values()}, has_aux=True)
+        gradients = pull_back(upstream)[0]
+        outputs |= {d: gradients[name] for d, name in names.items()}
+        if case.grad_into:
+            total = outputs["d_weight"] + (GRAD_INTO_START if scalar else 0.0)  # `function_of` subtracts it
+            outputs["d_weight"] = (jax.lax.psum(total, rows[0]) if rows[0] else total) - GRAD_INTO_START
+        return {name: outputs[name] for name in outputs_of(case)}
+
+    whole_results = {"accuracy", "n_valid", *(("loss", "z_loss") if scalar else ())}
+    out = {name: P() if name in whole_results else rows for name in outputs_of(case)}
+    out |= {"d_weight": head, "d_bias": P(vocab)}
+    out = {name: out[name] for name in outputs_of(case)}
+    found = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec_of,), out_specs=out))(operands)
+
+    def exported(name: str) -> np.ndarray:
+        array = found[name].T if name == "d_weight" and case.vocab_axis == 1 else found[name]
+        return np.asarray(array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array)
+
+    return {name: exported(name) for name in found}
+
+
+def assert_within_budget(case: Case, arrays: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
+    """Fails if an error exceeds the budget of the case on one device."""
+    comparisons = compare(case, expected(case, arrays), outputs)
+    used = ", ".join(f"{name} {comparison.percent:.0f}%" for name, comparison in comparisons.items())
+    assert all(comparison.percent <= 100 for comparison in comparisons.values()), f"{case.name} used: {used}"
