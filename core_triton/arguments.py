@@ -132,7 +132,10 @@ def decide(
     offset = rows = 0
     classes = None
     if ranks and len(named["linear_weight"].shape) == 2:
-        offset, rows, classes = shard_of(named["linear_weight"].shape[0], rank, ranks, spec.vocab_size)
+        own = named["linear_weight"].shape[0]
+        offset, rows, classes = shard_of(own, rank, ranks, spec.vocab_size)
+        if "weight" in named and named["weight"].shape == (own * ranks,):  # the padding has class weights too
+            named["weight"] = named["weight"]._replace(shape=(classes,))
     check_arrays(spec=spec, classes=classes, **named)  # pyright: ignore[reportArgumentType]
     budget = check_memory_budget(memory_budget)
     into, precision = "grad_into" in named, spec.head_precision
@@ -373,6 +376,7 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         )
     if type(tensor).__module__.startswith("torch.distributed"):
         raise TypeError(
-            f"{name} must be a plain Tensor, got {type(tensor).__name__}: pass {name}.to_local() where each rank holds "
-            f"its own tokens and the whole head, or {name}.full_tensor()"
+            f"{name} must be a plain Tensor, got {type(tensor).__name__}: pass {name}.to_local(), with token_group "
+            "where each rank holds its own tokens and vocab_group where each holds a shard of the head, or "
+            f"{name}.full_tensor()"
         )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import row_math
+from core_triton import row_math, vocab_shard
 from core_triton.problem import (
     NOTHING_SAVED,
     Gradients,
@@ -172,7 +172,7 @@ def chunk_statistics(
         del w  # else it stays alive until the next chunk's exists
     if merged is None:
         merged = row_math.empty_partial(target, problem.spec, statistics)
-    return merged if problem.shard is None else problem.shard.merge(merged)
+    return merged if problem.shard is None else vocab_shard.merged(problem.shard, merged)
 
 
 def tile_d_logits(
@@ -275,7 +275,7 @@ def chunk_gradients(
         if problem.spec.splits_head:  # the matmul with each half
             d_input = d_input[:, : problem.input.shape[1]] + d_input[:, problem.input.shape[1] :]
         if problem.shard is not None:
-            d_input = problem.shard.sum(d_input)
+            d_input = vocab_shard.sum_of_d_input(problem.shard, d_input)
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
 
 

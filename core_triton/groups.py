@@ -1,6 +1,6 @@
 """The groups of arguments and of results of the functions of `ops.py`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,10 +61,14 @@ class Options(NamedTuple):
     shard_rows: int = 0  # of the largest shard
     reduce_dtype: str = "float32"  # of the sum of d_input over the ranks
 
-    def shard(self) -> VocabShard | None:
-        if not self.vocab_group:
-            return None
-        return VocabShard(self.vocab_group, self.vocab_ranks, self.vocab_offset, self.shard_rows, self.reduce_dtype)
+    def of_problem(self) -> dict[str, Any]:
+        """Returns the options by the names that `Problem` has for them."""
+        shard = None
+        if self.vocab_group:
+            of_group = self.vocab_group, self.vocab_ranks, self.vocab_offset, self.shard_rows
+            shard = VocabShard(*of_group, self.reduce_dtype)
+        named = {"spec": self.spec(), "classes": self.vocab_size, "vocab_offset": self.vocab_offset}
+        return named | {"shard": shard}
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"

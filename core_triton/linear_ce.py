@@ -169,18 +169,19 @@ def linear_cross_entropy(
             of input compute capability 8.x or 9.0 and a bfloat16 linear_weight whose rows start at multiples of 16
             bytes. Results of another GPU, of another version or of another engine's head may differ in their last
             bits.
-        vocab_group: process group whose ranks have the same tokens and different classes. linear_weight and
-            linear_bias are this rank's shard: the same number of rows on all ranks, or `vocab_size` classes divided as
-            `torch.chunk` divides them. vocab_size is the number of all classes, and without it all rows are classes.
-            input, target, weight (K,), token_weight and the options are the same on all ranks. Every rank returns the
-            same loss, bit for bit, and the whole gradient of input. The gradients of linear_weight and linear_bias are
-            those of its shard. The call takes four matmuls, divided by the ranks. saved_budget and batch_invariant are
-            not supported.
+        vocab_group: process group whose ranks have the same tokens and different classes. linear_weight and linear_bias
+            are this rank's shard: the same number of rows on all ranks, or vocab_size classes divided as `torch.chunk`
+            divides them. vocab_size is the number of all classes, and without it all rows are classes. input, target,
+            weight (of all classes), token_weight and the options are the same on all ranks. Every rank returns the same
+            loss, bit for bit, and the whole gradient of input. The gradients of linear_weight and linear_bias are those
+            of its shard. The call takes four matmuls, divided by the ranks. saved_budget and batch_invariant are not
+            supported.
         token_group: process group whose ranks have different tokens, as many or not. The mean of the losses of its
             ranks is the loss of all their tokens, and the mean of their gradients is its gradient, so
             `DistributedDataParallel` and FSDP2, which take means, compute the global gradient. With reduction "mean"
             each rank divides by the number of counted tokens of all ranks (or by their class weights, or by
-            normalizer), divided by the number of ranks. A rank may have no counted token. Reduction "none" is an error.
+            normalizer), divided by the number of ranks. A rank may have no counted token. Statistics are those of the
+            tokens of a rank. Reduction "none" is an error.
         reduce_dtype: torch.float32 or torch.bfloat16, of the sum of the gradient of input over vocab_group. bfloat16
             takes half of the bytes and rounds each part.
         check_agreement: the ranks of a group compare shapes and options at each call, and raise if they differ. The

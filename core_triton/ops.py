@@ -690,14 +690,7 @@ def _problem(
             if vector is not None and not vector.is_contiguous():
                 named[name] = vector.contiguous()
                 copied += named[name].nbytes
-    problem = Problem(
-        **named,
-        spec=options.spec(),
-        classes=options.vocab_size,
-        vocab_offset=options.vocab_offset,
-        shard=options.shard(),
-        grad_into=grad_into,
-    )
+    problem = Problem(**named, **options.of_problem(), grad_into=grad_into)
     plan = plan_for(
         problem,
         stage,

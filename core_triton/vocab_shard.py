@@ -9,12 +9,12 @@ An operator of torch.compile cannot have a group as an argument, so a group is p
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from core_triton import row_math
 from core_triton.row_math import Partial
@@ -42,28 +42,30 @@ class VocabShard:
     rows: int
     reduce_dtype: str
 
-    def merge(self, partial: Partial) -> Partial:
-        """Returns the statistics of the whole vocabulary, from those of this rank's classes."""
-        fields = [name for name, one in partial._asdict().items() if one is not None]
-        # Bits are exchanged, so an index may stand among float32 numbers.
-        own = [getattr(partial, name) for name in fields]
-        own = [one.int().view(torch.float32) if one.dtype == torch.int64 else one for one in own]
-        every = gather(torch.stack(own), self.ranks, self.group).view(self.ranks, len(fields), -1)
-        merged = None
-        for rank in range(self.ranks):
-            found = dict(zip(fields, every[rank], strict=True))
-            if "argmax" in found:
-                found["argmax"] = found["argmax"].view(torch.int32).long()
-            one = Partial(**dict.fromkeys(Partial._fields) | found)  # pyright: ignore[reportArgumentType]
-            merged = one if merged is None else row_math.merge(merged, one)
-        assert merged is not None
-        return merged
 
-    def sum(self, d_input: Tensor) -> Tensor:
-        """Returns the sum over the ranks of a part of d_input, float32 and contiguous, which it may overwrite."""
-        if self.reduce_dtype == "float32":
-            return all_sum(d_input, self.group)
-        return all_sum(d_input.bfloat16(), self.group).float()
+def merged(shard: VocabShard, partial: Partial) -> Partial:
+    """Returns the statistics of rows over all shards, given those over the classes of this rank: MATH.md (26)."""
+    fields = [name for name, one in partial._asdict().items() if one is not None]
+    # Bits are exchanged, so an index may stand among float32 numbers.
+    own = [getattr(partial, name) for name in fields]
+    own = [one.int().view(torch.float32) if one.dtype == torch.int64 else one for one in own]
+    gathered = gather(torch.stack(own), shard.ranks, shard.group).view(shard.ranks, len(fields), -1)
+
+    def of_rank(numbers: Tensor) -> Partial:
+        found = dict(zip(fields, numbers, strict=True))
+        if "argmax" in found:
+            found["argmax"] = found["argmax"].view(torch.int32).long()
+        return partial._replace(**found)
+
+    return reduce(row_math.merge, map(of_rank, gathered))
+
+
+def sum_of_d_input(shard: VocabShard, d_input: Tensor) -> Tensor:
+    """Returns the sum over all shards of their parts of rows of d_input, (n, D) float32 and contiguous, which it may
+    overwrite."""
+    if shard.reduce_dtype == "float32":
+        return all_sum(d_input, shard.group)
+    return all_sum(d_input.bfloat16(), shard.group).float()
 
 
 def all_sum(tensor: Tensor, group: str) -> Tensor:
@@ -71,15 +73,21 @@ def all_sum(tensor: Tensor, group: str) -> Tensor:
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
-    dist.all_reduce(tensor, group=_resolve_process_group(group))
+    dist.all_reduce(tensor, group=_group_of(group))
     return tensor
 
 
 def gather(tensor: Tensor, ranks: int, group: str) -> Tensor:
     """Returns the contiguous tensors of all ranks of a group, one after the other along the first axis."""
     result = tensor.new_empty((ranks * len(tensor), *tensor.shape[1:]))
-    dist.all_gather_into_tensor(result, tensor, group=_resolve_process_group(group))
+    dist.all_gather_into_tensor(result, tensor, group=_group_of(group))
     return result
+
+
+def _group_of(name: str) -> "dist.ProcessGroup":
+    from torch._C import _distributed_c10d  # not in every build of PyTorch
+
+    return _distributed_c10d._resolve_process_group(cast("Any", name))
 
 
 def check_group(name: str, group: Any) -> "dist.ProcessGroup":

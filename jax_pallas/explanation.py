@@ -65,7 +65,9 @@ def explained(
     if grad_into is not None and not hasattr(grad_into, "dtype"):
         raise TypeError(f"grad_into must be an array or None, got {type(grad_into).__name__}")
     named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
-    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
+    infos: dict[str, Any] = {
+        name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None
+    }
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
     launch.check_sizes(input.shape, linear_weight.shape)
     gpu = None

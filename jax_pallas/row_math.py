@@ -242,7 +242,7 @@ def row_weights(
             denominator = normalizer.astype(jnp.float32)
             denominator = jnp.where((denominator >= 0) & (denominator < math.inf), denominator, math.nan)
         elif class_weight is not None:
-            denominator = jnp.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
+            denominator = jnp.where(valid, target_class_weight(target, class_weight, classes), 0.0).sum()
             denominator = devices.sum(denominator)
         else:
             # If no token is counted, all weights are 0.
@@ -264,7 +264,7 @@ def row_loss(
     loss = statistics.nll
     assert loss is not None
     if class_weight is not None:
-        loss = _target_class_weight(target, class_weight, classes) * loss
+        loss = target_class_weight(target, class_weight, classes) * loss
     if spec.label_smoothing:
         assert statistics.weighted_sum is not None
         total = classes if class_weight is None else class_weight.sum()
@@ -289,7 +289,7 @@ def loss_coefficients(
     kept, contributes = upstream * (1.0 - spec.label_smoothing), row_weight != 0
     alpha = tau = kept
     if class_weight is not None:
-        alpha = tau = jnp.where(contributes, kept * _target_class_weight(target, class_weight, classes), 0.0)
+        alpha = tau = jnp.where(contributes, kept * target_class_weight(target, class_weight, classes), 0.0)
     sigma = None
     if spec.label_smoothing:
         sigma = upstream * (spec.label_smoothing / classes)
@@ -381,7 +381,7 @@ def _poison(alpha: Array, contributes: Array, target: Array, classes: int) -> Ar
     return jnp.where(contributes & ~_is_class(target, classes), jnp.nan, alpha)
 
 
-def _target_class_weight(target: Array, class_weight: Array, classes: int) -> Array:
+def target_class_weight(target: Array, class_weight: Array, classes: int) -> Array:
     """Returns class_weight[target], (N,) float32; NaN where the target is not a class. It reads no class out of
     range."""
     picked = class_weight[target.clip(0, classes - 1)].astype(jnp.float32)

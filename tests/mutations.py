@@ -51,6 +51,7 @@ AMPERE = tests("core_triton_kernels", "two_programs and 80")
 INPUT_GRAD = tests("core_triton_input_grad", "d_input")
 D_WEIGHT = tests("core_triton_input_grad", "d_weight")
 LARGE = tests("core_triton_input_grad", "large_matrix")
+TORCH_RANKS = ("tests/test_core_triton_scale.py", "-m", "not slow")
 PALLAS = tests("jax_pallas_kernels", "test_exponentials")
 
 TRITON_KERNELS = (
@@ -574,6 +575,16 @@ JAX_SCALE = tests("jax_pallas_scale", "refused")
 JAX_TOKEN_AXES = tests("jax_pallas_scale", "tokens")
 JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
 SCALE = (
+    Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
+    Mutation("core_triton/vocab_shard.py", "d_input.bfloat16()", "d_input", TORCH_RANKS),
+    Mutation("core_triton/vocab_shard.py", "normalizer.float() / ranks", "normalizer.float()", TORCH_RANKS),
+    Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
+    Mutation(
+        "core_triton/chunked.py",
+        "d_input = vocab_shard.sum_of_d_input(problem.shard, d_input)",
+        "pass",
+        TORCH_RANKS,
+    ),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axis) * rows", "0 * rows", JAX_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),
     Mutation(

@@ -1,6 +1,10 @@
 """core_triton on several ranks: a vocabulary that is split over a process group, and tokens that are."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +95,18 @@ def test_a_shard_of_another_number_of_rows_is_an_error() -> None:
     message = "linear_weight must be this rank's shard of vocab_size 507 classes on 4 ranks: at least 127 rows on"
     with pytest.raises(ValueError, match=re.escape(message)):
         shard_of(126, 0, 4, 507)
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_four_processes() -> None:
+    """Its loss starts at that of equal probabilities, log(512), on every grid of ranks."""
+    root = Path(__file__).parent.parent
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "examples/vocab_parallel.py", "--steps", "20"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"cwd": root, "env": environment, "capture_output": True, "text": True, "check": False}
+    for tensor in ("1", "2", "4"):
+        done = subprocess.run([sys.executable, *command, "--tensor", tensor], **options)
+        assert done.returncode == 0, done.stderr[-2000:]
+        first, last = (float(line.split()[-1]) for line in done.stdout.splitlines())
+        assert abs(first - 6.24) < 0.1
+        assert last < 5.0

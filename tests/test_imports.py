@@ -139,7 +139,8 @@ KERNELS = (
 
 # Public functions and classes that only one framework needs, with the reason.
 ONE_FRAMEWORK_ONLY = {
-    "arguments.py": {"spec_of", "decide"},  # PyTorch keeps what it checked; a traced call of JAX is checked once
+    # PyTorch keeps what it checked; a traced call of JAX is checked once, and its devices are in devices.py.
+    "arguments.py": {"spec_of", "decide", "Decision", "Groups"},
     "chunk_config.py": {"choose_stored"},  # XLA fuses the passes over stored logits, so JAX needs no kernels for them
     "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {
@@ -192,6 +193,12 @@ ONE_FRAMEWORK_ONLY = {
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
         "times_head",  # in PyTorch, `_store_d_input` has this matmul
+    },
+    # A rank knows its place in the group when it calls, a device only when it runs. Ranks may disagree, devices of one
+    # program cannot.
+    "vocab_shard.py": {
+        *("VocabShard", "all_sum", "gather", "check_group", "shard_of", "joint_normalizer", "check_agreement"),
+        "first_class",
     },
     "smoothing.py": {"smooth_rows_kernel", "add_outer_kernel"},  # XLA fuses what they do
     # PyTorch differentiates the function with autograd, JAX its trace.
