@@ -59,9 +59,6 @@ CASES = [
 ]
 
 
-SUMS_OF_RUNS = jax.jit(scaled_exp._sums_of_runs)  # one program for its hundred operations
-
-
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the Hopper kernels in Pallas' interpreter, and waits for each kernel to end. Otherwise there is a deadlock:
     the caller's operation waits for the kernel, and the interpreter's operations wait for the caller's."""
@@ -74,7 +71,6 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in launchers.items():
         for name in names:
             monkeypatch.setattr(module, name, waiting(partial(getattr(module, name), interpret=True)))
-    monkeypatch.setattr(scaled_exp, "_sums_of_runs", SUMS_OF_RUNS)
 
 
 def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
