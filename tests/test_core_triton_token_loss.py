@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch_problem import problem
 
 import core_triton
-from core_triton import token_losses
+from core_triton import ops, token_losses
 from linear_ce.spec import FLOAT_DTYPES, LossSpec
 from linear_ce.statistics import TOKEN_STATS
 
@@ -494,7 +494,7 @@ def test_opcheck(stats: list[bool]) -> None:
     made = make_problem("grpo-k2-entropy", "float16", d=8, v=50, token_weight=True)
     named, per_token = tensors(made)
     arrays = named["input"].detach().nan_to_num().requires_grad_(), named["linear_weight"], None, named["target"], None
-    options = True, -100, 0.0, 0.0, None, 1.0, 50, 2**20, "chunked", False, 0, False
+    options = ops.Options(True, -100, 0.0, 0.0, None, 1.0, 50, 2**20, "chunked", False, 0)
     per_token = [one.detach().nan_to_num().requires_grad_() for one in per_token]
     loss = made.token_loss
     of_loss = loss.name, list(loss.parameters), loss.kl, loss.entropy_weight
