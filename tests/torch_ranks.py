@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, cast
 
@@ -292,12 +293,28 @@ def check_reduce_dtype(rank: int, ranks: int) -> None:
         assert least <= error < most, (dtype, float(error))
 
 
+def check_compile(rank: int, ranks: int) -> None:
+    """torch.compile traces the exchange of a vocabulary, and the sum of the counted tokens, without a graph break."""
+    x, w, target, own = head_and_tokens(rank, ranks)
+    rows = torch.arange(len(w)).chunk(ranks)[rank]
+    group = dist.group.WORLD
+    of_group: list[tuple[dict[str, Any], tuple[Tensor, ...]]] = [
+        ({"vocab_group": group, "vocab_size": len(w)}, (x, w[rows], target)),
+        ({"token_group": group}, (x[own], w, target[own])),
+    ]
+    for options, arrays in of_group:
+        loss = partial(core_triton.linear_cross_entropy, **options)
+        found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*arrays)
+        torch.testing.assert_close(found, loss(*arrays))
+
+
 CHECKS: dict[str, Callable[[int, int], None]] = {
     "ddp": check_ddp,
     "fsdp2": check_fsdp2,
     "errors": check_errors,
     "a_rank_without_classes": check_a_rank_without_classes,
     "reduce_dtype": check_reduce_dtype,
+    "compile": check_compile,
 }
 
 
