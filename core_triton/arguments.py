@@ -231,27 +231,30 @@ def prepare(
         infos.append((name, tensor.shape, tensor.dtype))
     checked = decide if compiling else _cached_decide
     how = memory_budget, implementation, batch_invariant, saved_budget
-    name, rank, ranks, reduce_dtype = _vocab_group(groups)
+    name, rank, ranks, reduce_dtype = of_vocab_group(groups)
     found = checked(spec, device, tuple(infos), *how, rank, ranks)
     classes = found.classes
     class_weight = None if weight is None else weight[:classes].float()
-    if any(group is not None for group in groups[:2]):
+    flat = _flat(input, 2)
+    if not compiling and (groups.vocab_group is not None or groups.token_group is not None):
         differentiated = tuple(one is not None and one.requires_grad for one in (input, linear_weight, linear_bias))
-        aligned = compiling or layout_of(linear_weight).aligned
-        shapes = input.shape, input.dtype, target.shape, linear_weight.dtype, aligned
         given = {
-            "the shapes and dtypes of input and target and linear_weight's dtype": shapes,
+            "the shapes and dtypes of input and target": (input.shape, input.dtype, target.shape, target.dtype),
+            "linear_weight's dtype": linear_weight.dtype,
             "reduction": spec.reduction,
             "the other options": (replace(spec, reduction="sum"), classes, found.shard_rows, str(reduce_dtype)),
             "which arguments require grad": (torch.is_grad_enabled(), *differentiated, grad_into is not None),
             "memory_budget": found.memory_budget,
             "implementation": found.implementation,
+            "how kernels can read input and linear_weight": _readable(found.implementation, flat, linear_weight),
         }
-        spec, normalizer = _join(groups, spec, given, normalizer, target, class_weight, classes)
+        _compare(groups, given)
+    if groups.token_group is not None:
+        spec, normalizer = _of_all_tokens(groups, spec, normalizer, target, class_weight, classes)
     token_weight = None if token_weight is None else _flat(token_weight, 1)
     return Call(
         spec,
-        ops.Arrays(_flat(input, 2), linear_weight, linear_bias, _flat(target, 1).long(), class_weight),
+        ops.Arrays(flat, linear_weight, linear_bias, _flat(target, 1).long(), class_weight),
         ops.TokenWeights(token_weight, normalizer),
         ops.Options(
             spec.reduction == "mean",
@@ -276,7 +279,7 @@ def prepare(
     )
 
 
-def _vocab_group(groups: Groups) -> tuple[str, int, int, str]:
+def of_vocab_group(groups: Groups) -> tuple[str, int, int, str]:
     """Returns the name of the group whose ranks have shards of the head ("" where the head is whole), this rank, the
     number of ranks, and the name of reduce_dtype."""
     reduce_dtype = REDUCE_DTYPES.get(groups.reduce_dtype)
@@ -288,25 +291,41 @@ def _vocab_group(groups: Groups) -> tuple[str, int, int, str]:
     return group.group_name, group.rank(), group.size(), reduce_dtype
 
 
-def _join(
+def _readable(implementation: str, *matrices: Tensor) -> list[tuple[bool, ...]]:
+    """Returns the properties of the matrices' layouts that the chunks of kernels depend on."""
+    layouts = map(layout_of, matrices) if implementation != "chunked" else ()
+    return [
+        (
+            one.tma_compatible(),
+            one.tma_compatible(by_row=True),
+            one.tma_compatible(pointers=True),
+            one.gemm_compatible(),
+        )
+        for one in layouts
+    ]
+
+
+def _compare(groups: Groups, given: dict[str, Any]) -> None:
+    """Raises ValueError where the ranks of a group were given other things, of those that must be the same."""
+    for_tokens = {key: given[key] for key in ("reduction", "the other options")}
+    for name, group, same in (
+        ("vocab_group", groups.vocab_group, given),
+        ("token_group", groups.token_group, for_tokens),
+    ):
+        if group is not None:
+            check_agreement(name, check_group(name, group), same, always=groups.check_agreement)
+
+
+def _of_all_tokens(
     groups: Groups,
     spec: LossSpec,
-    given: dict[str, Any],
     normalizer: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
     classes: int,
-) -> tuple[LossSpec, Tensor | None]:
-    """Compares `given` on the ranks of each group, and returns the options and the normalizer with which the mean of
-    the losses of the ranks of token_group is the loss of all their tokens."""
-    if not torch.compiler.is_compiling():
-        for_tokens = ("reduction", "the other options")
-        for name, keys in (("vocab_group", tuple(given)), ("token_group", for_tokens)):
-            if getattr(groups, name) is not None:
-                group = check_group(name, getattr(groups, name))
-                check_agreement(name, group, {key: given[key] for key in keys}, always=groups.check_agreement)
-    if groups.token_group is None:
-        return spec, normalizer
+) -> tuple[LossSpec, Tensor]:
+    """Returns the options and the normalizer with which the mean of the losses of the ranks of token_group is the loss
+    of all their tokens."""
     if spec.reduction == "none":
         raise ValueError('token_group must be None with reduction "none", whose losses have no denominator')
     normalizer = joint_normalizer(

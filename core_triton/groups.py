@@ -56,7 +56,7 @@ class Options(NamedTuple):
     saved_budget: int  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
     batch_invariant: bool = False
     vocab_group: str = ""  # name of the process group whose ranks have shards of the head; "" where there is none
-    vocab_ranks: int = 1
+    vocab_ranks: int = 0
     vocab_offset: int = 0  # class index of the first row of this rank's shard
     shard_rows: int = 0  # of the largest shard
     reduce_dtype: str = "float32"  # of the sum of d_input over the ranks

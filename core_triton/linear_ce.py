@@ -29,13 +29,24 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import ops, saved_ops, token_hook, token_ops
-from core_triton.arguments import Call, Groups, Implementation, check_per_token, choose, decide, prepare, spec_of
+from core_triton.arguments import (
+    Call,
+    Groups,
+    Implementation,
+    check_per_token,
+    choose,
+    decide,
+    of_vocab_group,
+    prepare,
+    spec_of,
+)
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
+from core_triton.vocab_shard import VocabShard
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import HeadPrecision, Reduction, check_flag, check_saved_budget
 from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
@@ -44,7 +55,8 @@ from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_
 class LossStats(NamedTuple):
     """What `linear_cross_entropy_with_stats` returns besides the loss. None of it has a gradient.
 
-    Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0.
+    Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0. With token_group,
+    accuracy and n_valid are those of this rank's tokens, and the mean of the ranks' z_loss is that of all tokens.
     """
 
     lse: Tensor  # (...,) float32, log-sum-exp of the logits
@@ -617,6 +629,7 @@ def explain(
     with_entropy: bool = False,
     batch_invariant: bool = False,
     device: str | None = None,
+    vocab_group: "dist.ProcessGroup | None" = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
@@ -634,6 +647,7 @@ def explain(
             reduction "mean" or "sum" needs some bytes more for each token.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
+        vocab_group: as given to the call. linear_weight and grad_into are this rank's shard.
 
     Raises:
         TypeError: a dtype that is not admitted.
@@ -668,9 +682,13 @@ def explain(
     named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
     how = memory_budget, implementation, batch_invariant, saved_budget
-    classes, budget, saved_budget, name, *_ = decide(spec, input.device, infos, *how, gpu=gpu)
+    group, rank, ranks, reduce_dtype = of_vocab_group(Groups(vocab_group))
+    found = decide(spec, input.device, infos, *how, rank, ranks, gpu)
+    classes, budget, saved_budget, name, offset, shard_rows = found
+    shard = VocabShard(group, ranks, offset, shard_rows, reduce_dtype) if ranks else None
     flat = input.reshape(-1, input.shape[-1])
-    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
+    of_shard: dict[str, Any] = {"vocab_offset": offset, "shard": shard, "grad_into": grad_into}
+    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, **of_shard)
     needs_grad = NeedsGrad(gradients, gradients, False)
     given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
     check_saved_budget(saved_budget, reduction, **given)

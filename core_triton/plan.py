@@ -303,7 +303,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = matmuls_of(key)
-    exchanged = 4 * EXCHANGED * (key.ranks + 2) if key.ranks else 0
+    exchanged = 4 * EXCHANGED * (key.ranks + 2) if key.ranks else 0  # of this rank, of all ranks, and merged
     if key.implementation == "chunked":
         chunks = choose_chunked(
             tokens=tokens,

@@ -152,7 +152,7 @@ def prepare(
         reason=launch.symbolic_limits(named["input"].shape) if devices.vocab_axis is None else ONLY_CHUNKED,
     )
     if saved_budget and devices.axes:
-        raise ValueError(f"saved_budget must be 0 with token_axis_names and vocab_axis_name, got {saved_budget}")
+        raise ValueError(f"saved_budget must be 0 with token_axis_names or vocab_axis_name, got {saved_budget}")
     saved_as = None
     if saved_budget:  # a trace has the shapes of what is saved, so it must know which implementation saves it
         saved_as = implementation or choose(named["input"], named["linear_weight"], vocab_axis, None, None)[0].name

@@ -717,7 +717,8 @@ def explain(
             of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
-        vocab_axis_name: as given to the call. linear_weight and grad_into are the shards of one device.
+        vocab_axis_name: as given to the call. linear_weight and grad_into are the shards of one device, of which all
+            rows count as classes: vocab_size is not used.
 
     Raises:
         TypeError: a dtype that is not admitted.

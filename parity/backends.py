@@ -208,27 +208,7 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     }
     if case.strided:
         tensors["input"] = torch.stack([tensors["input"]] * 2, dim=-1)[..., 0]
-    if case.vocab_axis == 1:
-        tensors["linear_weight"] = tensors["linear_weight"].t().contiguous().t()
-    cotangents = {name: tensors.pop(name) for name in arrays if name.startswith("d_")}
-    argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
-    for name in argument_of.values():
-        tensors[name].requires_grad_()
-    options = options_of(case, implementation)
-    if case.grad_into:
-        options["grad_into"] = torch.full(tensors["linear_weight"].shape, GRAD_INTO_START, device=device)
-    outputs = function_of(core_triton, case)(**tensors, **options)
-    if argument_of:
-        leaves = [tensors[name] for name in argument_of.values()]
-        # A token loss may be constant in an array. Autograd then gives no gradient of it.
-        zeros = case.function == "token_loss"
-        roots, upstream = zip(*((outputs[name], cotangents[f"d_{name}"]) for name in roots_of(case)), strict=True)
-        # With grad_into autograd gives no gradient of the head: it is replaced below.
-        unused = zeros or case.grad_into
-        gradients = torch.autograd.grad(roots, leaves, upstream, allow_unused=unused, materialize_grads=zeros)
-        outputs |= dict(zip(argument_of, gradients, strict=True))
-    if case.grad_into:
-        outputs["d_weight"] = options["grad_into"] - GRAD_INTO_START
+    outputs = torch_outputs(case, tensors, options_of(case, implementation))
     ran = core_triton.explain(tensors["input"], tensors["linear_weight"], implementation=implementation)
 
     def export(tensor: Any) -> tuple[np.ndarray, str]:
@@ -238,6 +218,44 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
 
     name_of_device = torch.cuda.get_device_name() if device == "cuda" else device
     return _Run(ran.name, device, name_of_device, {name: export(tensor) for name, tensor in outputs.items()})
+
+
+def torch_outputs(case: Case, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the outputs of a case by name, with its gradients, as tensors.
+
+    Args:
+        case: the description.
+        tensors: the arrays of the case by name. Changed: the upstream gradients are taken out, what is differentiated
+            requires grad, and a transposed head replaces the head where the case says so.
+        options: the other keyword arguments.
+    """
+    import torch
+
+    import core_triton
+
+    if case.vocab_axis == 1:
+        tensors["linear_weight"] = tensors["linear_weight"].t().contiguous().t()
+    cotangents = {name: tensors.pop(name) for name in [*tensors] if name.startswith("d_")}
+    argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
+    for name in argument_of.values():
+        tensors[name].requires_grad_()
+    if case.grad_into:
+        device = tensors["input"].device
+        options["grad_into"] = torch.full(tensors["linear_weight"].shape, GRAD_INTO_START, device=device)
+    outputs = function_of(core_triton, case)(**tensors, **options)
+    if argument_of:
+        leaves = [tensors[name] for name in argument_of.values()]
+        # A token loss may be constant in an array. Autograd then gives no gradient of it.
+        zeros = case.function == "token_loss"
+        roots = [outputs[name] for name in roots_of(case)]
+        upstream = [cotangents[f"d_{name}"].reshape(outputs[name].shape) for name in roots_of(case)]
+        # With grad_into autograd gives no gradient of the head: it is replaced below.
+        unused = zeros or case.grad_into
+        gradients = torch.autograd.grad(roots, leaves, upstream, allow_unused=unused, materialize_grads=zeros)
+        outputs |= dict(zip(argument_of, gradients, strict=True))
+    if case.grad_into:
+        outputs["d_weight"] = options["grad_into"] - GRAD_INTO_START
+    return outputs
 
 
 def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:

@@ -31,8 +31,8 @@ if sys.argv[2:3] == ["triton"]:
     interpret_loss.prepare_process()
 import core_triton
 from parity.arrays import make_arrays
-from parity.backends import dtype_names, function_of, options_of, roots_of
-from parity.cases import GRAD_INTO_START, Case, cases
+from parity.backends import dtype_names, options_of, torch_outputs
+from parity.cases import Case, cases
 from parity.expected import GRADIENT_OF, compare, expected
 
 FORMS = ("vocabulary", "tokens", "both")
@@ -91,30 +91,12 @@ def run(case: Case, arrays: Mapping[str, np.ndarray], place: Place, implementati
             tensors[name] = place.shard(tensors[name], padded)
     if place.vocab_group is not None and "weight" in tensors:
         tensors["weight"] = tensors["weight"][: case.classes]
-    if case.vocab_axis == 1:
-        tensors["linear_weight"] = tensors["linear_weight"].t().contiguous().t()
-    cotangents = {name: tensors.pop(name) for name in arrays if name.startswith("d_")}
-    argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
-    for name in argument_of.values():
-        tensors[name].requires_grad_()
     options = options_of(case, implementation) | {"memory_budget": budget_of(case, place.parts)}
     if place.vocab_group is not None:
         options |= {"vocab_group": place.vocab_group, "vocab_size": padded or case.vocab}
     if place.token_group is not None:
         options["token_group"] = place.token_group
-    if case.grad_into:
-        options["grad_into"] = torch.full(tensors["linear_weight"].shape, GRAD_INTO_START)
-    outputs = function_of(core_triton, case)(**tensors, **options)
-    if argument_of:
-        leaves = [tensors[name] for name in argument_of.values()]
-        roots = [outputs[name] for name in roots_of(case)]
-        upstream = [cotangents[f"d_{name}"].reshape(outputs[name].shape) for name in roots_of(case)]
-        zeros = case.function == "token_loss"
-        unused = zeros or case.grad_into
-        gradients = torch.autograd.grad(roots, leaves, upstream, allow_unused=unused, materialize_grads=zeros)
-        outputs |= dict(zip(argument_of, gradients, strict=True))
-    if case.grad_into:
-        outputs["d_weight"] = options["grad_into"] - GRAD_INTO_START
+    outputs = torch_outputs(case, tensors, options)
     return {name: one.detach().float().numpy() for name, one in outputs.items()}
 
 
@@ -308,6 +290,16 @@ def check_compile(rank: int, ranks: int) -> None:
         torch.testing.assert_close(found, loss(*arrays))
 
 
+def check_explain(rank: int, ranks: int) -> None:
+    """The plan of a shard has its rows, and the two passes."""
+    x, w = torch.empty(100, 16, dtype=torch.bfloat16), torch.empty(64 // ranks, 16, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"vocab_group": dist.group.WORLD, "vocab_size": 62}
+    text = str(core_triton.explain(x, w, **options))
+    assert "path: chunked" in text, text
+    with pytest.raises(ValueError, match="saved_budget must be 0 with vocab_group"):
+        core_triton.explain(x, w, reduction="none", saved_budget=1, **options)
+
+
 CHECKS: dict[str, Callable[[int, int], None]] = {
     "ddp": check_ddp,
     "fsdp2": check_fsdp2,
@@ -315,6 +307,7 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
     "a_rank_without_classes": check_a_rank_without_classes,
     "reduce_dtype": check_reduce_dtype,
     "compile": check_compile,
+    "explain": check_explain,
 }
 
 
