@@ -226,10 +226,17 @@ def smoothing_is_linear(key: PlanKey) -> bool:
     return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
+def shards_are_scaled(key: PlanKey) -> bool:
+    """Whether ranks that have shards of the vocabulary compute the logits once."""
+    return key.input.dtype == "bfloat16" and not key.label_smoothing
+
+
 COPIES = 2  # copies of the head that a chunk usually makes where it must be cast: for the logits and for d_input
 
 
 EXCHANGED = 8  # numbers of a row that the ranks of a vocabulary exchange, at most
+
+SHARD_ROW = 48  # bytes of a row of the call beside those of `packed_rows.PackedRows`, in `shard_rows.py`
 
 
 def matmuls_of(key: PlanKey) -> tuple[str, ...]:
@@ -303,7 +310,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         return replace(plan, matmuls=(*first, *plan.matmuls))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = matmuls_of(key)
-    exchanged = 4 * EXCHANGED * (key.ranks + 2) if key.ranks else 0  # of this rank, of all ranks, and merged
+    exchanged = 8 * EXCHANGED * (key.ranks + 1) if key.ranks else 0  # of this rank, of all ranks, and merged
     if key.implementation == "chunked":
         chunks = choose_chunked(
             tokens=tokens,
@@ -367,7 +374,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             split = ' with head_precision "float32"'
         raise ValueError(f"input must have fewer than {most} columns on this GPU{split}, got {hidden}")
     scaled_exp = (
-        not key.ranks
+        (not key.ranks or shards_are_scaled(key))
         and (not key.label_smoothing or smoothing_is_linear(key))
         and (
             key.stage == "losses"
@@ -409,14 +416,14 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             fit = 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
             # Before the first rows are read, only the mean of the head and the class weights stay.
             smoothing = max(smoothing, fit + (key.label_smoothing != 0) * (8 * hidden + 4 * key.classes + 4 * tokens))
-        copied = key.copied_bytes + smoothing
+        copied = key.copied_bytes + smoothing + (key.ranks > 0) * SHARD_ROW * tokens
         # The rows of exponentials, in whole row blocks, that fit a row of a new d_weight, which the first chunk writes.
         room = 0
         in_kernels = d_weight_kernel and (tiling is not None or not key.d_input)
         writes = key.stage == "loss_and_gradients" and key.d_weight and not (key.grad_into or key.batch_invariant)
         # d_weight of float16 has the terms of label smoothing before its first chunk: MATH.md (51).
         begun = fits_float16 and key.label_smoothing != 0
-        if in_kernels and writes and not begun:
+        if in_kernels and writes and not begun and not key.ranks:  # shards may differ in size, and so in room
             room = hidden * w.itemsize // x.itemsize // ROW_BLOCK * ROW_BLOCK
         call, coefficients = None, COEFFICIENTS[gpu, "torch"]
         if ampere and d_weight_kernel:
@@ -460,6 +467,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             splits_head=key.splits_head,
             programs=key.device.multiprocessors * (key.splits_head and hopper),
             copied=copied,
+            exchanged=exchanged,
             batch_invariant=key.batch_invariant,
             room=room,
             call=call,

@@ -195,12 +195,13 @@ def pick_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Copies the rows row (n,) int64 of input (N, D) to result (n, D), with zeros where row_weight (n,) is 0, because
-    such a row may hold any values.
+    such a row may hold any values. Not if result is None.
 
-    Also writes the target logit of each row, NaN where the target (int64) is not a class, and the reference exponent
-    from that logit, 0 where there is none: (29). Writes -inf to top (n,). Reads the targets' rows of weight (V, D). One
-    program owns a row. If hit is not None, it has a byte for each (chunk, half row block, class block), packed into
-    int32. The kernel sets the bit of the quarter of the classes that holds the target, in the bytes from hit_first on.
+    If target_logit is not None, writes the target logit of each row, NaN where the target (int64) is not a class, the
+    reference exponent from that logit, 0 where there is none: (29), and -inf to top (n,). Reads the targets' rows of
+    weight (V, D). If hit is not None, it has a byte for each (chunk, half row block, class block), packed into int32.
+    The kernel sets the bit of the quarter of the classes that holds the target, in the bytes from hit_first on. One
+    program owns a row.
     """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
@@ -215,17 +216,19 @@ def pick_kernel(
         x = tl.load(input_ptr + picked * input_stride + columns * input_stride_d, mask=inside, other=0.0)
         w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside, other=0.0)
         acc += x.to(tl.float32) * w.to(x.dtype).to(tl.float32)
-        tl.store(result_ptr + row * result_stride + columns, x, mask=columns < hidden)
-    logit = tl.sum(acc, 0)
-    if HAS_BIAS:
-        logit += tl.load(bias_ptr + target).to(tl.float32)
-    logit *= scale
-    if HAS_SOFTCAP:
-        logit = softcap * tanh(logit * (1.0 / softcap))
-    finite = is_class & (tl.abs(logit) < float("inf"))
-    tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
-    tl.store(ref_exponent_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
-    tl.store(top_ptr + row, float("-inf"))
+        if result_ptr is not None:
+            tl.store(result_ptr + row * result_stride + columns, x, mask=columns < hidden)
+    if target_logit_ptr is not None:
+        logit = tl.sum(acc, 0)
+        if HAS_BIAS:
+            logit += tl.load(bias_ptr + target).to(tl.float32)
+        logit *= scale
+        if HAS_SOFTCAP:
+            logit = softcap * tanh(logit * (1.0 / softcap))
+        finite = is_class & (tl.abs(logit) < float("inf"))
+        tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
+        tl.store(ref_exponent_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
+        tl.store(top_ptr + row, float("-inf"))
     if hit_ptr is not None:
         half = row // chunk_rows * tl.cdiv(chunk_rows, HALF) + row % chunk_rows // HALF
         place = hit_first + half * tl.cdiv(classes, BLOCK_V) + target // BLOCK_V
@@ -240,8 +243,8 @@ def pick(
     target: At,
     row_weight: At,
     order: At,
-    rows: Tensor,
-    target_logit: At,
+    rows: Tensor | None,
+    target_logit: At | None,
     ref_exponent: At,
     top: At,
     hit: Tensor | None,
@@ -249,7 +252,7 @@ def pick(
     chunk_rows: int,
     tile: TileConfig,
 ) -> None:
-    """Launches `pick_kernel` for n packed rows, which go to rows (n, >= D)."""
+    """Launches `pick_kernel` for n packed rows, which go to rows (n, >= D) if that is not None."""
     x, w, spec = problem.input, problem.linear_weight, problem.spec
     launch(
         pick_kernel,
@@ -271,7 +274,7 @@ def pick(
         chunk_rows,
         *x.stride(),
         *w.stride(),
-        rows.stride(0),
+        0 if rows is None else rows.stride(0),
         spec.logit_scale,
         spec.softcap or 1.0,
         HAS_BIAS=problem.linear_bias is not None,
@@ -352,6 +355,8 @@ def finish_rows_kernel(
     other_e_ptr=None,
     piece=None,
     piece_stride=None,
+    own_target_ptr=None,
+    own_exponent_ptr=None,
 ):
     """Writes the results of packed rows: (6), (10), (27), (29).
 
@@ -360,6 +365,9 @@ def finish_rows_kernel(
     scale: (31). It sets the target's column of e (rows, V) to 0, because theta is its term. With other_e, e has the
     first `piece` classes, and other_e (pieces - 1, piece_stride) the rows of each later piece. With SCALES multiplies x
     (rows, D) by rho, rounded once, with zeros where rho is 0. One program owns BLOCK_N rows.
+
+    With own_target (rows,) int64, e has the classes of one shard of the vocabulary, and own_target is -1 where that is
+    not the target's shard. theta is 0 there. e is relative to 2**own_exponent, with own_exponent (rows,): (53).
     """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
@@ -396,6 +404,11 @@ def finish_rows_kernel(
         if HAS_SOFTCAP:
             theta *= slope(target_logit, softcap)
         rho = tl.where(contributes, scale * upstream / total, 0.0)
+        if own_target_ptr is not None:
+            target = tl.load(own_target_ptr + row_ids, mask=inside, other=-1)
+            is_class = inside & (target >= 0)
+            theta = tl.where(is_class, theta, 0.0)
+            rho *= tl.exp2(tl.load(own_exponent_ptr + row_ids, mask=inside, other=0.0) - ref_exponent)
         tl.store(rho_ptr + row_ids, rho, mask=inside)
         tl.store(theta_ptr + row_ids, tl.where(contributes, scale * theta, 0.0), mask=inside)
         place = e_ptr + row_ids.to(tl.int64) * e_stride + target
@@ -436,6 +449,23 @@ def finish_rows_of_pieces_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def finish_rows_of_shard_kernel(
+    sum_ptr, max_ptr, ref_exponent_ptr, target_logit_ptr, target_ptr, row_weight_ptr, row_ptr, class_weight_ptr,
+    e_ptr, x_ptr, rho_ptr, theta_ptr, loss_out_ptr, lse_out_ptr, target_logit_out_ptr, top_out_ptr, rows,
+    class_blocks, classes, hidden, e_stride, x_stride, z_loss_weight, scale, softcap, own_target_ptr, own_exponent_ptr,
+    HAS_CLASS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GRADIENTS: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`finish_rows_kernel` for a shard of the vocabulary, another kernel for the same reasons."""
+    finish_rows_kernel(
+        sum_ptr, max_ptr, ref_exponent_ptr, target_logit_ptr, target_ptr, row_weight_ptr, row_ptr, class_weight_ptr,
+        e_ptr, x_ptr, rho_ptr, theta_ptr, loss_out_ptr, lse_out_ptr, target_logit_out_ptr, top_out_ptr, rows,
+        class_blocks, classes, hidden, e_stride, x_stride, z_loss_weight, scale, softcap, HAS_CLASS_WEIGHT,
+        HAS_SOFTCAP, GRADIENTS, SCALES, BLOCK_N, BLOCK_T, BLOCK_D, None, None, None, own_target_ptr, own_exponent_ptr,
+    )  # fmt: skip
+
+
 FINISHED_ROWS = 8  # of a program: enough programs to fill a GPU
 
 FINISHED_COLUMNS = 512  # of the input that it scales at a time
@@ -463,13 +493,17 @@ def finish_rows(
     target_logit_out: Tensor,
     top_out: Tensor | None,
     by_row: bool,
+    of_shard: tuple[At, At] | None = None,
 ) -> None:
     """Launches `finish_rows_kernel` for n packed rows. `by_row`: no result of a row depends on the other rows.
-    `e` and `other_e` are those of `first_chunk.StoredExponentials`."""
-    spec, pieces = problem.spec, ()
+    `e` and `other_e` are those of `first_chunk.StoredExponentials`. `of_shard`: own_target and own_exponent, if
+    linear_weight is a shard of the vocabulary. target is a class of `problem.classes` in any case."""
+    spec, others = problem.spec, ()
     kernel = finish_rows_kernel_by_row if by_row else finish_rows_kernel
     if other_e is not None:
-        kernel, pieces = finish_rows_of_pieces_kernel, (other_e, other_e.shape[2], other_e.stride(0))
+        kernel, others = finish_rows_of_pieces_kernel, (other_e, other_e.shape[2], other_e.stride(0))
+    elif of_shard is not None:
+        kernel, others = finish_rows_of_shard_kernel, of_shard
     launch(
         kernel,
         (cdiv(n, FINISHED_ROWS),),
@@ -498,7 +532,7 @@ def finish_rows(
         spec.z_loss_weight,
         spec.logit_scale,
         spec.softcap or 1.0,
-        *pieces,
+        *others,
         HAS_CLASS_WEIGHT=problem.class_weight is not None,
         HAS_SOFTCAP=spec.softcap is not None,
         GRADIENTS=e is not None,
@@ -526,6 +560,7 @@ def d_input_kernel(
     weight_stride_d,
     BLOCK_D: tl.constexpr,
     SPLITS_HEAD: tl.constexpr = False,
+    OF_SHARD: tl.constexpr = False,
     factor_ptr=None,
     mean_row_ptr=None,
 ):
@@ -533,7 +568,8 @@ def d_input_kernel(
 
     One program owns BLOCK_D columns of a row. Reads e_w = e @ weight (rows, D) float32, rho and theta (rows,), weight
     (V, D), which it rounds to d_input's dtype unless SPLITS_HEAD, and row (rows,) int64: which row of d_input (N, D) a
-    row is. With mean_row (D,) float32, factor * mean_row is added, with factor (rows,) float32.
+    row is. With OF_SHARD, weight is a shard of the vocabulary that may not hold the target, and d_input the bfloat16
+    or float32 part of this shard. With mean_row (D,) float32, factor * mean_row is added, with factor (rows,) float32.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
@@ -543,9 +579,11 @@ def d_input_kernel(
     is_class = (target >= 0) & (target < classes)
     w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside & is_class, other=0.0)
     if not SPLITS_HEAD:
-        w = w.to(d_input_ptr.dtype.element_ty)
+        w = w.to(tl.bfloat16 if OF_SHARD else d_input_ptr.dtype.element_ty)
     w = w.to(tl.float32)
-    result = tl.where(is_class, rho * e_w + theta * w, rho)  # not a class: rho is NaN
+    result = rho * e_w + theta * w
+    if not OF_SHARD:
+        result = tl.where(is_class, result, rho)  # not a class: rho is NaN
     if mean_row_ptr is not None:
         result += tl.load(factor_ptr + row) * tl.load(mean_row_ptr + columns, mask=inside, other=0.0)
     if tl.load(row_weight_ptr + row) != 0:
@@ -561,7 +599,7 @@ def smooth_d_input_kernel(
     """`d_input_kernel` with label smoothing, another kernel for the reasons of `finish_rows_of_pieces_kernel`."""
     d_input_kernel(
         e_w_ptr, rho_ptr, theta_ptr, target_ptr, row_weight_ptr, row_ptr, weight_ptr, d_input_ptr, hidden, classes,
-        weight_stride, weight_stride_d, BLOCK_D, False, factor_ptr, mean_row_ptr,
+        weight_stride, weight_stride_d, BLOCK_D, False, False, factor_ptr, mean_row_ptr,
     )  # fmt: skip
 
 
@@ -578,8 +616,10 @@ def finish_d_input(
     smooth: tuple[At, Tensor] | None,
 ) -> None:
     """Launches `d_input_kernel` on e_w (n, D), of packed rows. `smooth`: factor and mean_row, never of a split head."""
-    w, (n, hidden) = problem.linear_weight, e_w.shape
-    block = column_block(hidden)
+    w, (n, hidden), splits = problem.linear_weight, e_w.shape, problem.spec.splits_head
+    block, options = column_block(hidden), {"SPLITS_HEAD": True} if splits else {}
+    if problem.shard is not None:
+        options = {"SPLITS_HEAD": splits, "OF_SHARD": True}  # `launch` tells kernels apart by the values only
     launch(
         smooth_d_input_kernel if smooth else d_input_kernel,
         (n, cdiv(hidden, block)),
@@ -596,7 +636,7 @@ def finish_d_input(
         *w.stride(),
         *(smooth or ()),
         BLOCK_D=block,
-        **({"SPLITS_HEAD": True} if problem.spec.splits_head else {}),
+        **options,
         num_warps=4,
     )
 

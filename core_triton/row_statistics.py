@@ -48,6 +48,25 @@ def keep_rows(n: int, class_blocks: int, *, sums: At, top: At) -> None:
 
 
 @triton.jit
+def first_of_largest(
+    max_ptr, top, row_ids, rows, stride, class_blocks, block_width, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """Returns the lowest class with the largest logit, top (BLOCK_N,), int32. Reads the largest logits of class blocks
+    of block_width classes and, `rows` elements behind each, the column in its class block. `stride` is from one class
+    block to the next."""
+    inside = row_ids < rows
+    first = tl.full((BLOCK_T, BLOCK_N), NO_CLASS, tl.int32)
+    for start in range(0, class_blocks, BLOCK_T):
+        blocks = start + tl.arange(0, BLOCK_T)
+        mask = (blocks < class_blocks)[:, None] & inside[None, :]
+        place = max_ptr + blocks.to(tl.int64)[:, None] * stride + row_ids[None, :]
+        here = mask & (tl.load(place, mask=mask, other=0.0) == top[None, :])
+        column = tl.load(place + rows, mask=here, other=0.0).to(tl.int32)
+        first = tl.minimum(first, tl.where(here, blocks[:, None] * block_width + column, NO_CLASS))
+    return tl.min(first, 0)
+
+
+@triton.jit
 def finish_statistics_kernel(
     sum_ptr,
     statistic_ptr,
@@ -83,15 +102,8 @@ def finish_statistics_kernel(
         top = column_maxima(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T)
         tl.store(max_out_ptr + out, tl.where(contributes, top, 0.0), mask=inside)
         if ARGMAX & STATISTICS:
-            first = tl.full((BLOCK_T, BLOCK_N), NO_CLASS, tl.int32)
-            for start in range(0, class_blocks, BLOCK_T):
-                blocks = start + tl.arange(0, BLOCK_T)
-                mask = (blocks < class_blocks)[:, None] & inside[None, :]
-                place = at + blocks.to(tl.int64)[:, None] * stride + row_ids[None, :]
-                here = mask & (tl.load(place, mask=mask, other=0.0) == top[None, :])
-                column = tl.load(place + rows, mask=here, other=0.0).to(tl.int32)
-                first = tl.minimum(first, tl.where(here, blocks[:, None] * block_width + column, NO_CLASS))
-            argmax = tl.where((total > 0) & (total < float("inf")), tl.min(first, 0), -1)
+            first = first_of_largest(at, top, row_ids, rows, stride, class_blocks, block_width, BLOCK_N, BLOCK_T)
+            argmax = tl.where((total > 0) & (total < float("inf")), first, -1)
             tl.store(argmax_out_ptr + out, tl.where(contributes, argmax, 0).to(tl.int64), mask=inside)
             at += rows
         at += rows

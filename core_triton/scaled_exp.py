@@ -11,7 +11,7 @@ exponentials. Plan A with scaled exponentials is for 16 bits, with label smoothi
 (`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The steps for
 each chunk of rows:
 
-    rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
+    rows of the input that contribute, packed         `packed_rows.py`
     exponentials and their sums                       `_store_exponentials`
     loss, and the factors of rows; x becomes rho x    `row_kernels.finish_rows`, for float16 `float16.finish`
     d_weight += E^T (rho x)                           `_add_d_weight`
@@ -23,12 +23,15 @@ written yet (`StoredExponentials`). Its d_input is computed before its d_weight.
 At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, for
 bfloat16 and float16. It stores only the sums.
 
+Where the ranks of a process group have shards of the vocabulary, they exchange the sums before a chunk's factors, and
+their parts of d_input after its matmul: `shard_rows.py`.
+
 A token loss needs the log-probabilities of a chunk before the factors of its rows. For it, `row_kernels.finish_rows`
 runs twice (`_weights_of_token_loss`).
 """
 
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,18 +44,20 @@ from core_triton import (
     hopper_logits,
     input_grad,
     kernels,
+    packed_rows,
     ranges,
     row_kernels,
     row_statistics,
     saved_kernels,
+    shard_rows,
     target_grad,
     tile_config,
 )
 from core_triton.first_chunk import StoredExponentials, Stores
-from core_triton.float16 import Float16Rows
 from core_triton.head_copy import head_of
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
+from core_triton.packed_rows import ChunkNumbers, PackedRows, half_tiles, pack_rows
 from core_triton.problem import (
     NOTHING_SAVED,
     ClassSum,
@@ -65,107 +70,10 @@ from core_triton.problem import (
     plan_of,
 )
 from core_triton.row_math import RowStatistics
-from core_triton.row_statistics import LogitStatistics
 from core_triton.smoothing import Smoothing
 from core_triton.tile_config import ScaledExpConfig
 from core_triton.token_hook import TokenHook
-from linear_ce.statistics import (
-    ARGMAX,
-    BY_ROW,
-    ENTROPY,
-    LOGIT_SUM,
-    MAX,
-    OF_BLOCKS,
-    OF_LOGITS,
-    SHIFTS,
-    SQUARES,
-    planes,
-)
-
-
-class PackedRows(NamedTuple):
-    """The rows of a call, with those that contribute first, and their results: (N,) float32 unless noted.
-
-    Fields that end in _out are in the order of the call, all others in packed order.
-    """
-
-    order: Tensor  # int64, the row of the call for each packed row
-    target: Tensor  # int64
-    row_weight: Tensor
-    count: Tensor  # () int32, how many contribute
-    flag: Tensor  # (chunks, row blocks) int32: 1 if a reference exponent of the block is too low
-    ticket: Tensor  # (chunks, 2) int32, of `kernels.repair_kernel`
-    # A byte for each (chunk, half row block, class block), packed into int32. Bit i says that quarter i of the class
-    # block holds the target of one of these rows.
-    hit: Tensor | None
-    target_logit: Tensor
-    ref_exponent: Tensor
-    top: Tensor  # the largest logit of rows whose reference exponent is too low
-    rho: Tensor
-    theta: Tensor
-    loss_out: Tensor
-    lse_out: Tensor
-    target_logit_out: Tensor
-    top_out: Tensor | None  # the largest logit, if it is the only one of the statistics
-    statistics_out: LogitStatistics | None  # if there are others
-    float16: Float16Rows | None  # if `plan.fits_float16`
-
-
-def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None = None) -> PackedRows:
-    """Packs the rows of a call. The results of the rows are not yet computed."""
-    plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
-    assert plan.tile is not None
-    config, rows = plan.scaled_exp_config, plan.scaled_exp_config.rows
-    count = torch.empty((), dtype=torch.int32, device=row_weight.device)
-    chunks, row_blocks, hit = len(config.chunks(len(target))), cdiv(config.most_rows, plan.tile.block_n), None
-    zeros = count.new_empty(chunks * (row_blocks + 2 + plan.fits_float16))
-    flags = zeros[2 * chunks :][: chunks * row_blocks]
-    half = plan.tile.block_n // 2
-    if plan.hopper and not plan.casts_head and rows >= min(half, len(target)):
-        # The second warpgroup of the last row block reads a half's bytes, even where there is none.
-        class_blocks = cdiv(problem.classes, plan.tile.block_v)
-        hit = count.new_empty(cdiv(cdiv(len(target), rows) * _half_tiles(problem, rows) + class_blocks, 4))
-    found = PackedRows(
-        torch.empty_like(target),
-        torch.empty_like(target),
-        torch.empty_like(row_weight),
-        count,
-        flags.view(chunks, row_blocks),
-        zeros[: 2 * chunks].view(chunks, 2),
-        hit,
-        *(torch.empty_like(row_weight) for _ in range(8)),
-        top_out=torch.empty_like(row_weight) if statistics & OF_BLOCKS == MAX else None,
-        statistics_out=None,
-        float16=None,
-    )
-    if plan.fits_float16:
-        found = found._replace(float16=float16.make_rows(row_weight, zeros[chunks * (row_blocks + 2) :], scales))
-    if statistics & OF_LOGITS and found.top_out is None:
-        kinds = (
-            (MAX, torch.float32),
-            (ARGMAX, torch.int64),
-            *((one, torch.float32) for one in (ENTROPY, LOGIT_SUM, SQUARES)),
-        )
-        made = (torch.empty_like(row_weight, dtype=dtype) if statistics & one else None for one, dtype in kinds)
-        found = found._replace(statistics_out=LogitStatistics(*made))
-    row_kernels.pack(
-        target,
-        row_weight,
-        order=found.order,
-        packed_target=found.target,
-        packed_weight=found.row_weight,
-        count=count,
-        zeros=zeros,
-        hit=hit,
-    )
-    return found
-
-
-def _half_tiles(problem: Problem, rows: int) -> int:
-    """Returns how many half tiles of logits a chunk of rows has, on a Hopper."""
-    tile = plan_of(problem).tile
-    assert tile is not None
-    return cdiv(rows, tile.block_n // 2) * cdiv(problem.classes, tile.block_v)
+from linear_ce.statistics import BY_ROW, OF_BLOCKS, SHIFTS, planes
 
 
 def scaled_exp(
@@ -318,6 +226,9 @@ def _run(
     smoothing = Smoothing.of(problem, config.head_rows, scales)
     if smoothing is not None:
         problem = smoothing.problem
+    whole, shard = problem, problem.shard  # of all classes; below, `problem` has those of this rank
+    if shard is not None:
+        problem = shard_rows.of_own_classes(problem)
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
     if needs_grad.d_input and d_input is None:
@@ -332,6 +243,7 @@ def _run(
     if smoothing is not None and d_weight is not None and plan.fits_float16:
         smoothing.start_head(d_weight)
     rows = pack_rows(problem, statistics=statistics, scales=scales)
+    of_shard = None if shard is None else shard_rows.start(problem, rows, whole)
     smooth = None  # where d_input gets the terms of label smoothing before it is rounded
     if smoothing is not None and d_input is not None and plan.fits_float16:
         smooth = smoothing.of_input(rows.row_weight)
@@ -339,13 +251,17 @@ def _run(
     if stored is None and any(needs_grad):
         stored = x.new_empty((config.rows, tile_config.padded(classes)))
     scratch = problem.row_weight.new_empty(config.scratch)
+    part = in_part = None  # this rank's rows of d_input of a chunk, and their numbers
+    if shard is not None and d_input is not None:
+        part = x.new_empty((config.most_rows, hidden), dtype=shard.dtype)
+        in_part = torch.arange(config.most_rows, device=x.device)
     # The packed rows of the input, with zeros in rows that do not contribute, later multiplied by rho. They are in the
     # memory of d_input, or in a buffer of one chunk, as those of a first chunk in pieces always are.
     if plan.holds_rows:
         assert d_input is not None
         held, others = d_input, tokens - config.first_rows
         if others or not tokens:
-            _pick(problem, rows, 0, others, held[:others])
+            packed_rows.pick(problem, rows, 0, others, held[:others], places=shard is None)
     else:
         width = hidden * (1 + problem.spec.splits_head)
         padded_hidden = tile_config.padded_hidden(width, x.itemsize)
@@ -362,7 +278,7 @@ def _run(
         if plan.holds_rows and in_pieces:  # its d_input is written before its d_weight
             chunk_x = x.new_empty((n, hidden))
         if not plan.holds_rows or in_pieces:
-            _pick(problem, rows, start, n, chunk_x[:, :hidden])
+            packed_rows.pick(problem, rows, start, n, chunk_x[:, :hidden], places=shard is None)
         if problem.spec.splits_head:  # a row again for the second half of the head
             chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]
         e = None
@@ -376,16 +292,28 @@ def _run(
         if (d_weight is not None or saved_e is not None) and not plan.d_weight_kernel:
             least = n
         active = Active(rows.count, start, least)
-        _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, active, statistics)
+        blocks = _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, active, statistics)
+        numbers = ChunkNumbers(
+            problem,
+            config.blocks,
+            _block_width(problem, config),
+            At(scratch, 0),
+            At(scratch, config.blocks * n),
+            At(rows.ref_exponent, start),
+            At(rows.target_logit, start),
+            At(rows.target, start),
+        )
+        if of_shard is not None:
+            numbers = shard_rows.merge(numbers, blocks, rows, of_shard, chunk, statistics)
         row_weight = At(rows.row_weight, start)
         if hook is not None:
-            row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook, statistics)
+            row_weight = _weights_of_token_loss(numbers, rows, chunk, hook, statistics)
         scaled_x = None if d_weight is None or plan.fits_float16 else chunk_x
         by_row = statistics & BY_ROW != 0
         options = {"row_weight": row_weight, "e": e, "x": scaled_x, "by_row": by_row}
-        _finish_rows(problem, config, gradient_rows, chunk, scratch, **options)
+        _finish_rows(numbers, gradient_rows, chunk, **options)
         if hook is None:
-            _finish_statistics(problem, config, rows, chunk, scratch, statistics)
+            _finish_statistics(numbers, rows, chunk, statistics)
         if saved_e is not None and e is not None:
             saved_kernels.clear(e.first, At(rows.rho, start))
         if unit_scale is not None:
@@ -418,17 +346,25 @@ def _run(
             for vocab_chunk in e.pieces(classes):
                 of_piece = e.of(vocab_chunk)
                 row_kernels.add_class_sums(d_bias[vocab_chunk], of_piece, At(rows.rho, start), first=first)
-        if d_input is not None and in_pieces:
-            _store_d_input(problem, config, rows, chunk, e, scratch, d_input, smooth)
+        reduced = None
+        if d_input is not None and of_shard is not None:
+            assert part is not None
+            assert in_part is not None
+            _store_d_input(problem, config, rows, chunk, e, scratch, part[:n], At(in_part, 0), smooth)
+            reduced = shard_rows.start_sum(of_shard, part[:n])
+        elif d_input is not None and in_pieces:
+            _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
         if d_weight is not None:
             active = Active(count, start, int(first))
             for vocab_chunk in reversed(e.pieces(classes)):
                 of_piece = e.of(vocab_chunk)
                 _add_d_weight(problem, of_piece, chunk_x, scratch, active, d_weight, vocab_chunk, first=first)
-        if d_input is not None and not in_pieces:
-            _store_d_input(problem, config, rows, chunk, e, scratch, d_input, smooth)
+        if d_input is not None and reduced is not None:
+            shard_rows.put_sum(reduced, rows, start, d_input)
+        elif d_input is not None and not in_pieces:
+            _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
         del e
-    del stored, held, scratch
+    del stored, held, scratch, part, in_part
     if rows.float16 is not None and tokens and any(needs_grad):
         float16.scale_head(rows.float16, rows.theta, d_bias)
     if tokens and (d_weight is not None or d_bias is not None):
@@ -438,6 +374,10 @@ def _run(
     if smoothing is not None and d_input is not None and smooth is None and tokens:
         smoothing.add_to_input(d_input)
     made_d_weight = None if d_weight is None or d_weight.adds else d_weight.total
+    if shard is not None and not whole.local_classes:  # no class of this shard has a gradient
+        w, b, classes = whole.linear_weight, whole.linear_bias, 0
+        made_d_weight = torch.zeros_like(w) if needs_grad.d_weight and whole.grad_into is None else None
+        d_bias = problem.row_weight.new_zeros(len(w)) if needs_grad.d_bias else None
     if made_d_weight is not None and not tokens:
         made_d_weight.zero_()
     elif made_d_weight is not None and classes < len(w):
@@ -468,39 +408,6 @@ def _run(
     return rows, loss, found, gradients
 
 
-def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
-    """Writes n packed rows of the input, from `start` on, to result (n, D), with their target logits and reference
-    exponents."""
-    plan = plan_of(problem)
-    config = plan.scaled_exp_config
-    assert plan.tile is not None
-    row_kernels.pick(
-        problem,
-        n,
-        target=At(rows.target, start),
-        row_weight=At(rows.row_weight, start),
-        order=At(rows.order, start),
-        rows=result,
-        target_logit=At(rows.target_logit, start),
-        ref_exponent=At(rows.ref_exponent, start),
-        top=At(rows.top, start),
-        hit=rows.hit,
-        hit_first=start // config.rows * _half_tiles(problem, config.rows),
-        chunk_rows=config.rows if start < len(rows.order) - config.first_rows else config.first_rows,
-        tile=plan.tile,
-    )
-    if rows.float16 is not None:
-        float16.place(
-            problem,
-            rows.float16,
-            result,
-            start,
-            target=rows.target,
-            target_logit=rows.target_logit,
-            ref_exponent=rows.ref_exponent,
-        )
-
-
 def _store_exponentials(
     problem: Problem,
     config: ScaledExpConfig,
@@ -511,8 +418,9 @@ def _store_exponentials(
     scratch: Tensor,
     active: Active,
     statistics: int,
-) -> None:
-    """Writes a chunk's exponentials e, if not None, their sums over each class block, and the targets' logits.
+) -> int:
+    """Writes a chunk's exponentials e, if not None, their sums over each class block, and the targets' logits. Returns
+    the number of class blocks.
 
     The sums (blocks, n) are at the start of `scratch`. The statistics of each class block follow. Row blocks whose sums
     leave the range are computed again with reference exponents from their largest logits. The host does not know which
@@ -543,8 +451,8 @@ def _store_exponentials(
     for vocab_chunk, options in parts:
         # The head's chunk may be a copy: it is freed before the next one is made.
         if plan.hopper:
-            half_tiles = _half_tiles(problem, config.rows)
-            hit = None if rows.hit is None else At(rows.hit.view(torch.int8), number * half_tiles)
+            place = number * half_tiles(problem, config.rows)
+            hit = None if rows.hit is None else At(rows.hit.view(torch.int8), place)
             hopper_logits.exponentials(
                 problem, x, head_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
             )
@@ -572,32 +480,31 @@ def _store_exponentials(
                 redoes=redoes,
                 by_row=by_row,
             )
+    return sum(blocks)
 
 
 def _finish_rows(
-    problem: Problem,
-    config: ScaledExpConfig,
+    numbers: ChunkNumbers,
     rows: PackedRows,
     chunk: slice,
-    scratch: Tensor,
     *,
     row_weight: At,
     e: StoredExponentials | None,
     x: Tensor | None,
     by_row: bool,
 ) -> None:
-    """Writes the results of a chunk's packed rows from the sums in `scratch`, for the row weights that are given (n,).
-    With e and x (n, D), prepares both for the matmuls of the gradients."""
+    """Writes the results of a chunk's packed rows for the row weights that are given (n,). With e and x (n, D),
+    prepares both for the matmuls of the gradients."""
     n, start = chunk.stop - chunk.start, chunk.start
     row_kernels.finish_rows(
-        problem,
+        numbers.problem,
         n,
-        config.blocks,
-        sums=At(scratch, 0),
-        tops=None if rows.top_out is None else At(scratch, config.blocks * n),
-        ref_exponent=At(rows.ref_exponent, start),
-        target_logit=At(rows.target_logit, start),
-        target=At(rows.target, start),
+        numbers.class_blocks,
+        sums=numbers.sums,
+        tops=None if rows.top_out is None else numbers.of_logits,
+        ref_exponent=numbers.ref_exponent,
+        target_logit=numbers.target_logit,
+        target=numbers.target,
         row_weight=row_weight,
         order=At(rows.order, start),
         e=None if e is None else e.first,
@@ -610,26 +517,24 @@ def _finish_rows(
         target_logit_out=rows.target_logit_out,
         top_out=rows.top_out,
         by_row=by_row,
+        of_shard=numbers.of_shard,
     )
 
 
-def _finish_statistics(
-    problem: Problem, config: ScaledExpConfig, rows: PackedRows, chunk: slice, scratch: Tensor, statistics: int
-) -> None:
-    """Writes the statistics of a chunk's packed rows from those of the class blocks in `scratch`."""
-    n, start = chunk.stop - chunk.start, chunk.start
+def _finish_statistics(numbers: ChunkNumbers, rows: PackedRows, chunk: slice, statistics: int) -> None:
+    """Writes the statistics of a chunk's packed rows."""
     if rows.statistics_out is None:
         return
     row_statistics.finish_statistics(
-        problem,
-        n,
-        config.blocks,
-        _block_width(problem, config),
+        numbers.problem,
+        chunk.stop - chunk.start,
+        numbers.class_blocks,
+        numbers.block_width,
         statistics & OF_BLOCKS,
-        sums=At(scratch, 0),
-        of_logits=At(scratch, config.blocks * n),
-        row_weight=At(rows.row_weight, start),
-        order=At(rows.order, start),
+        sums=numbers.sums,
+        of_logits=numbers.of_logits,
+        row_weight=At(rows.row_weight, chunk.start),
+        order=At(rows.order, chunk.start),
         results=rows.statistics_out,
     )
 
@@ -674,19 +579,13 @@ def _fit_in_float16(
 
 
 def _weights_of_token_loss(
-    problem: Problem,
-    config: ScaledExpConfig,
-    rows: PackedRows,
-    chunk: slice,
-    scratch: Tensor,
-    hook: TokenHook,
-    statistics: int,
+    numbers: ChunkNumbers, rows: PackedRows, chunk: slice, hook: TokenHook, statistics: int
 ) -> At:
     """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
     # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
     ones = (rows.row_weight[chunk] != 0).float()
-    _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None, by_row=True)
-    _finish_statistics(problem, config, rows, chunk, scratch, statistics)
+    _finish_rows(numbers, rows, chunk, row_weight=At(ones, 0), e=None, x=None, by_row=True)
+    _finish_statistics(numbers, rows, chunk, statistics)
     order = rows.order[chunk]
     weight = hook.process(order, rows.loss_out[order])
     assert weight is not None
@@ -737,9 +636,10 @@ def _store_d_input(
     stored: StoredExponentials,
     scratch: Tensor,
     d_input: Tensor,
+    order: At,
     smooth: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Writes the rows of d_input of a chunk: (32). Adds the terms `smooth` of `Smoothing.of_input`."""
+    """Writes a chunk to the rows `order` (n,) of d_input: (32). Adds the terms `smooth` of `Smoothing.of_input`."""
     plan, e = plan_of(problem), stored.first
 
     def smooth_from(start: int) -> tuple[At, Tensor] | None:
@@ -758,7 +658,7 @@ def _store_d_input(
             rho=At(rows.rho, chunk.start),
             theta=At(rows.theta, chunk.start),
             target=At(rows.target, chunk.start),
-            order=At(rows.order, chunk.start),
+            order=order,
             d_input=d_input,
             smooth=smooth_from(chunk.start),
         )
@@ -784,7 +684,7 @@ def _store_d_input(
             theta=At(rows.theta, start),
             target=At(rows.target, start),
             row_weight=At(rows.row_weight, start),
-            order=At(rows.order, start),
+            order=At(order.tensor, order.start + within.start),
             d_input=d_input,
             smooth=smooth_from(start),
         )

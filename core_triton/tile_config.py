@@ -297,6 +297,7 @@ def choose_scaled_exp(
     splits_head: bool = False,
     programs: int = 0,
     copied: int = 0,
+    exchanged: int = 0,
     batch_invariant: bool = False,
     room: int = 0,
     call: chunk_cost.Call | None = None,
@@ -324,6 +325,8 @@ def choose_scaled_exp(
         programs: of the persistent kernel of the logits of a split head, whose vocabulary chunks are whole waves of
             tiles; 0: they are not.
         copied: bytes of the contiguous copies of strided vectors.
+        exchanged: bytes of a row of a chunk that the ranks of a vocabulary exchange besides its row of d_input; 0 where
+            the head is whole.
         batch_invariant: the order of a row's sums must not depend on the number of rows and the budget. Then tiles of
             d_input have one size and are not split, and class blocks begin at multiples of `block_v`.
         room: most rows of a first chunk with exponentials in the memory of d_weight: bytes of a row of d_weight, over
@@ -379,6 +382,7 @@ def choose_scaled_exp(
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * most_rows, d_input_scratch, d_weight_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
+        size += exchanged * rows + (exchanged > 0 and d_input) * (4 * hidden // parts + 8) * rows
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
         copied_rows = most_rows if saves or not holds else first_rows
         size += itemsize * (rows * padded(classes) * in_workspace + copied_rows * hidden) + 4 * scratch

@@ -42,6 +42,11 @@ class VocabShard:
     rows: int
     reduce_dtype: str
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """reduce_dtype, as one of PyTorch's."""
+        return torch.float32 if self.reduce_dtype == "float32" else torch.bfloat16
+
 
 def merged(shard: VocabShard, partial: Partial) -> Partial:
     """Returns the statistics of rows over all shards, given those over the classes of this rank: MATH.md (26)."""
@@ -63,9 +68,7 @@ def merged(shard: VocabShard, partial: Partial) -> Partial:
 def sum_of_d_input(shard: VocabShard, d_input: Tensor) -> Tensor:
     """Returns the sum over all shards of their parts of rows of d_input, (n, D) float32 and contiguous, which it may
     overwrite."""
-    if shard.reduce_dtype == "float32":
-        return all_sum(d_input, shard.group)
-    return all_sum(d_input.bfloat16(), shard.group).float()
+    return all_sum(d_input.to(shard.dtype), shard.group).float()
 
 
 def all_sum(tensor: Tensor, group: str) -> Tensor:
@@ -75,6 +78,12 @@ def all_sum(tensor: Tensor, group: str) -> Tensor:
         return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
     dist.all_reduce(tensor, group=_group_of(group))
     return tensor
+
+
+def start_all_sum(tensor: Tensor, group: str) -> Any:
+    """Starts the sum of a contiguous tensor over the ranks of a group, which it overwrites. Returns a handle whose
+    `wait` must be called before the sum is read."""
+    return dist.all_reduce(tensor, group=_group_of(group), async_op=True)
 
 
 def gather(tensor: Tensor, ranks: int, group: str) -> Tensor:

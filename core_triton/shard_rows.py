@@ -1,0 +1,231 @@
+"""Scaled exponentials where each rank of a process group has a shard of the vocabulary: (53), (54).
+
+All ranks have the same rows, and a rank computes the exponentials of its own classes. The ranks exchange three times:
+
+    before the first chunk     one number a row, the target's logit, so that all ranks begin with the same reference
+                               exponents
+    for each chunk             three numbers a row: the sum of the exponentials, the reference exponent, which a repair
+                               may have changed, and the target's logit; and the statistics of its logits. All ranks
+                               add them in the same order, so they have the same results, bit for bit.
+    for each chunk             the sum of d_input over the ranks, while each adds to its own d_weight
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core_triton import packed_rows, vocab_shard
+from core_triton.kernels import ARGMAX, ENTROPY, LOG2_E, LOGIT_SUM, MAX, SQUARES, planes
+from core_triton.launch import At, cdiv, column_block, launch
+from core_triton.packed_rows import ChunkNumbers, PackedRows
+from core_triton.problem import Problem
+from core_triton.row_kernels import BLOCKS_AT_ONCE, FINISHED_ROWS, column_maxima, column_sums
+from core_triton.row_statistics import first_of_largest
+from linear_ce import statistics as bits
+from linear_ce.statistics import OF_LOGITS
+from linear_ce.statistics import planes as planes_of
+
+OF_LARGEST = tl.constexpr(bits.MAX | bits.ARGMAX)
+SUMS = tl.constexpr(bits.ENTROPY | bits.LOGIT_SUM | bits.SQUARES)  # the statistics that are sums over classes
+
+NUMBERS = tl.constexpr(3)  # of a row that the ranks exchange for each chunk besides its statistics
+
+
+class ShardRows(NamedTuple):
+    """What the packed rows have beside those of `PackedRows`, which are of this rank's shard."""
+
+    problem: Problem  # of the classes of all shards
+    target: Tensor  # (N,) int64, the class; `PackedRows.target` is its place in this shard, or -1
+
+
+class ReducedRows(NamedTuple):
+    """Rows of d_input whose sum over the ranks is on its way."""
+
+    part: Tensor  # (n, D)
+    work: Any  # what `torch.distributed` returns
+
+
+def of_own_classes(problem: Problem) -> Problem:
+    """Returns the problem of this rank's classes alone. Targets in other shards are -1.
+
+    A shard without classes has one whose weight is 0, and `merge` leaves it out.
+    """
+    own = problem.target - problem.vocab_offset
+    own.masked_fill_((own < 0) | (own >= problem.local_classes) | (problem.target >= problem.classes), -1)
+    made = replace(problem, target=own, classes=problem.local_classes, vocab_offset=0)
+    if problem.local_classes:
+        return made
+    w, b = problem.linear_weight, problem.linear_bias
+    bias = None if b is None else b.new_zeros(1)
+    return replace(made, linear_weight=w.new_zeros(1, w.shape[1]), linear_bias=bias, classes=1, grad_into=None)
+
+
+def start(problem: Problem, rows: PackedRows, whole: Problem) -> ShardRows:
+    """Writes the target logits of this shard, and the reference exponents of all rows, by the targets' logits of all
+    shards. `problem` is that of `of_own_classes`, of the whole one."""
+    tokens = len(rows.order)
+    if tokens:
+        packed_rows.pick(problem, rows, 0, tokens, None)
+    logit = torch.where(rows.target >= 0, rows.target_logit, 0.0)
+    assert whole.shard is not None
+    vocab_shard.all_sum(logit, whole.shard.group)
+    exponent = (logit * LOG2_E.value).add_(0.5).floor_()
+    rows.ref_exponent.copy_(exponent.masked_fill_(~(logit.abs() < torch.inf), 0.0))
+    return ShardRows(whole, whole.target[rows.order])
+
+
+# With specialization the number of rows would decide the order of the sums, as in `row_kernels.finish_rows_kernel`.
+@triton.jit(do_not_specialize=["rows"])
+def own_numbers_kernel(
+    sum_ptr, statistic_ptr, ref_exponent_ptr, target_logit_ptr, own_target_ptr, target_ptr, number_ptr, rows,
+    class_blocks, block_width, classes, STATISTICS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Writes number (3 + statistics, rows) float32, what this rank gives to the others: the sum of each row's
+    exponentials, sum (class blocks, rows); its reference exponent; its target logit where own_target (rows,) int64 is a
+    class of this shard, NaN where target (rows,) int64 is none of `classes`, and otherwise 0; and its statistics, those
+    of `kernels.store_statistics`, (class blocks, statistics, rows), over class blocks. One program owns BLOCK_N rows.
+    """
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row_ids < rows
+    number = number_ptr + row_ids
+    tl.store(number, column_sums(sum_ptr, row_ids, rows, rows, class_blocks, BLOCK_N, BLOCK_T), mask=inside)
+    tl.store(number + rows, tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0), mask=inside)
+    owned = tl.load(own_target_ptr + row_ids, mask=inside, other=-1) >= 0
+    target = tl.load(target_ptr + row_ids, mask=inside, other=0)
+    logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
+    elsewhere = tl.where((target >= 0) & (target < classes), 0.0, float("nan"))
+    tl.store(number + 2 * rows, tl.where(owned, logit, elsewhere), mask=inside)
+    number += NUMBERS * rows
+    stride = planes(STATISTICS) * rows
+    at = statistic_ptr
+    if MAX & STATISTICS:
+        top = column_maxima(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T)
+        tl.store(number, top, mask=inside)
+        if ARGMAX & STATISTICS:
+            column = first_of_largest(at, top, row_ids, rows, stride, class_blocks, block_width, BLOCK_N, BLOCK_T)
+            tl.store(number + rows, column.to(tl.float32), mask=inside)
+            number += rows
+            at += rows
+        number += rows
+        at += rows
+    for _ in tl.static_range(planes(SUMS & STATISTICS)):
+        tl.store(number, column_sums(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T), mask=inside)
+        number += rows
+        at += rows
+
+
+@triton.jit
+def merge_shards_kernel(
+    number_ptr, sum_ptr, statistic_ptr, ref_exponent_ptr, target_logit_ptr, rows, ranks, STATISTICS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Writes the numbers of `packed_rows.ChunkNumbers` from number (ranks, 3 + statistics, rows), which
+    `own_numbers_kernel` writes: (53). One program owns BLOCK_N rows."""
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row_ids < rows
+    stride = (NUMBERS + planes(STATISTICS)) * rows
+    largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    for rank in range(ranks):
+        largest = tl.maximum(largest, tl.load(number_ptr + rank * stride + rows + row_ids, mask=inside, other=0.0))
+    logit = tl.zeros((BLOCK_N,), tl.float32)
+    for rank in range(ranks):
+        number = number_ptr + rank * stride + row_ids
+        shift = tl.load(number + rows, mask=inside, other=0.0) - largest
+        factor = tl.exp2(shift)
+        total = tl.load(number, mask=inside, other=0.0)
+        tl.store(sum_ptr + rank * rows + row_ids, total * factor, mask=inside)
+        logit += tl.load(number + 2 * rows, mask=inside, other=0.0)
+        number += NUMBERS * rows
+        at = statistic_ptr + rank * planes(STATISTICS) * rows + row_ids
+        for _ in tl.static_range(planes(OF_LARGEST & STATISTICS)):
+            tl.store(at, tl.load(number, mask=inside, other=0.0), mask=inside)
+            number += rows
+            at += rows
+        if ENTROPY & STATISTICS:  # the exponents change with the reference, and so do the terms 2**t * t
+            exp_log = tl.load(number, mask=inside, other=0.0)
+            tl.store(at, tl.where(factor == 0, 0.0, (exp_log + shift * total) * factor), mask=inside)
+            number += rows
+            at += rows
+        if LOGIT_SUM & STATISTICS:
+            tl.store(at, tl.load(number, mask=inside, other=0.0), mask=inside)
+            number += rows
+            at += rows
+        if SQUARES & STATISTICS:
+            squares = tl.load(number, mask=inside, other=0.0)
+            tl.store(at, tl.where(factor == 0, 0.0, squares * factor * factor), mask=inside)
+    tl.store(ref_exponent_ptr + row_ids, largest, mask=inside)
+    tl.store(target_logit_ptr + row_ids, logit, mask=inside)
+
+
+def merge(
+    of_own: ChunkNumbers, class_blocks: int, rows: PackedRows, of_shard: ShardRows, chunk: slice, statistics: int
+) -> ChunkNumbers:
+    """Merges the numbers of a chunk, of `class_blocks` class blocks of this shard, with those of the other ranks."""
+    n, whole, statistics = chunk.stop - chunk.start, of_shard.problem, statistics & OF_LOGITS
+    shard = whole.shard
+    assert shard is not None
+    count, grid, target = planes_of(statistics), (cdiv(n, FINISHED_ROWS),), At(of_shard.target, chunk.start)
+    own = rows.rho.new_empty(NUMBERS.value + count, n)
+    launch(
+        own_numbers_kernel,
+        grid,
+        of_own.sums,
+        of_own.of_logits,
+        of_own.ref_exponent,
+        of_own.target_logit,
+        of_own.target,
+        target,
+        own,
+        n,
+        class_blocks,
+        of_own.block_width,
+        whole.classes,
+        STATISTICS=statistics,
+        BLOCK_N=FINISHED_ROWS,
+        BLOCK_T=BLOCKS_AT_ONCE,
+        num_warps=4,
+    )
+    if not whole.local_classes:
+        own[0] = 0.0
+        own[NUMBERS.value :] = 0.0
+        if statistics & bits.MAX:
+            own[NUMBERS.value] = -torch.inf
+    gathered = vocab_shard.gather(own, shard.ranks, shard.group)
+    sizes = (shard.ranks, n), (shard.ranks, count, n), (n,), (n,)
+    sums, of_logits, exponent, logit = (At(own.new_empty(size), 0) for size in sizes)
+    options: dict[str, Any] = {"STATISTICS": statistics, "BLOCK_N": FINISHED_ROWS, "num_warps": 4}
+    launch(merge_shards_kernel, grid, gathered, sums, of_logits, exponent, logit, n, shard.ranks, **options)
+    own_rows = of_own.target, of_own.ref_exponent
+    return ChunkNumbers(whole, shard.ranks, shard.rows, sums, of_logits, exponent, logit, target, own_rows)
+
+
+def start_sum(of_shard: ShardRows, part: Tensor) -> ReducedRows:
+    """Starts the sum over the ranks of their parts (n, D) of rows of d_input."""
+    shard = of_shard.problem.shard
+    assert shard is not None
+    return ReducedRows(part, vocab_shard.start_all_sum(part, shard.group))
+
+
+@triton.jit
+def put_rows_kernel(part_ptr, row_ptr, row_weight_ptr, d_input_ptr, hidden, BLOCK_D: tl.constexpr):
+    """Writes part (n, D) to the rows row (n,) int64 of d_input (N, D), rounded once, where row_weight (n,) is not 0.
+    One program owns BLOCK_D columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    if tl.load(row_weight_ptr + row) != 0:
+        found = tl.load(part_ptr + row * hidden + columns, mask=columns < hidden, other=0.0)
+        place = d_input_ptr + tl.load(row_ptr + row) * hidden + columns
+        tl.store(place, found.to(d_input_ptr.dtype.element_ty), mask=columns < hidden)
+
+
+def put_sum(reduced: ReducedRows, rows: PackedRows, start: int, d_input: Tensor) -> None:
+    """Waits for the sum of rows of d_input, and writes it to those of the packed rows from `start` on."""
+    reduced.work.wait()
+    n, hidden = reduced.part.shape
+    block = column_block(hidden)
+    arrays = reduced.part, At(rows.order, start), At(rows.row_weight, start), d_input
+    launch(put_rows_kernel, (n, cdiv(hidden, block)), *arrays, hidden, BLOCK_D=block, num_warps=4)
