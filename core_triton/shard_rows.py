@@ -112,7 +112,7 @@ def own_numbers_kernel(
             at += rows
         number += rows
         at += rows
-    for _ in tl.static_range(planes(SUMS & STATISTICS)):
+    for _ in range(planes(SUMS & STATISTICS)):
         tl.store(number, column_sums(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T), mask=inside)
         number += rows
         at += rows
@@ -141,7 +141,7 @@ def merge_shards_kernel(
         logit += tl.load(number + 2 * rows, mask=inside, other=0.0)
         number += NUMBERS * rows
         at = statistic_ptr + rank * planes(STATISTICS) * rows + row_ids
-        for _ in tl.static_range(planes(OF_LARGEST & STATISTICS)):
+        for _ in range(planes(OF_LARGEST & STATISTICS)):
             tl.store(at, tl.load(number, mask=inside, other=0.0), mask=inside)
             number += rows
             at += rows

@@ -23,12 +23,23 @@ import core_triton
 from benchmarks.chunk_rows import preferring
 from benchmarks.launch_recorder import SHARED_MEMORY, Launch, compile_launch, fake_gpu, launches_of
 from benchmarks.shapes import SHAPES, Shape
-from core_triton import chunked, float16, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
+from core_triton import (
+    chunked,
+    float16,
+    hopper_gradients,
+    ops,
+    replay,
+    row_kernels,
+    tile_config,
+    token_kernels,
+    vocab_shard,
+)
 from core_triton import token_losses as named_losses
 from core_triton.plan import MatrixLayout, Stage
 from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad, Problem
 from core_triton.row_math import Coefficients
 from core_triton.scaled_exp import save_rows, saved_gradients, scaled_exp
+from core_triton.vocab_shard import VocabShard
 from linear_ce.spec import LossSpec
 from linear_ce.statistics import BY_ROW, ENTROPY, LSE, MAX, OF_LOGITS
 
@@ -51,6 +62,7 @@ class Call(NamedTuple):
         softcap, smoothing: see LossSpec.
         splits: whether a float32 head is the sum of two matrices: head_precision "float32".
         scale: the logit_scale.
+        ranks: of the vocabulary, of which linear_weight is the second shard; 0: linear_weight is the whole head.
     """
 
     plan: str
@@ -66,17 +78,18 @@ class Call(NamedTuple):
     implementation: str = "triton"
     splits: bool = False
     scale: float = 1.0
+    ranks: int = 0
 
     def problem(self) -> Problem:
         """Returns the call's arrays. Nothing reads their contents."""
         shape = SHAPES[self.shape]
-        head = self.head or self.dtype
-        sizes = (shape.d, shape.v) if self.transposed else (shape.v, shape.d)
+        head, rows = self.head or self.dtype, shape.v // max(self.ranks, 1)
+        sizes = (shape.d, rows) if self.transposed else (rows, shape.d)
         w = array(*sizes, dtype=head)
         return Problem(
             input=array(shape.n, shape.d, dtype=self.dtype),
             linear_weight=w.T if self.transposed else w,
-            linear_bias=array(shape.v, dtype=head) if self.bias else None,
+            linear_bias=array(rows, dtype=head) if self.bias else None,
             target=array(shape.n, dtype=torch.int64),
             row_weight=array(shape.n),
             class_weight=array(shape.v) if self.class_weight else None,
@@ -88,6 +101,8 @@ class Call(NamedTuple):
                 head_precision="float32" if self.splits else "input",
             ),
             classes=shape.v,
+            vocab_offset=rows if self.ranks else 0,
+            shard=VocabShard("", self.ranks, rows, rows, "float32") if self.ranks else None,
         )
 
     def run(self, budget: int = DEFAULT) -> tuple[Tensor | None, ...]:
@@ -108,7 +123,8 @@ class Call(NamedTuple):
             scales = None
             if plan.fits_float16 and stage == "loss_and_gradients":
                 scales = float16.scales_of(problem.row_weight)
-            return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics, scales=scales)[2])
+            with mock.patch.multiple(vocab_shard, **COLLECTIVES):
+                return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics, scales=scales)[2])
         if stage == "loss_and_gradients":
             found = chunked.loss_and_gradients(
                 ops._tiles(plan), problem, plan.chunk_config, needs_grad, (array(), array()), statistics
@@ -126,6 +142,13 @@ class Call(NamedTuple):
             found = chunked.gradients(ops._tiles(plan), problem, plan.chunk_config, row, coefficients, needs_grad)
         return tuple(found)
 
+
+# Stand-ins that return tensors of the same sizes, without a process group.
+COLLECTIVES = {
+    "all_sum": lambda tensor, group: tensor,
+    "start_all_sum": lambda tensor, group: mock.Mock(),
+    "gather": lambda tensor, ranks, group: tensor.new_empty((ranks * len(tensor), *tensor.shape[1:])),
+}
 
 # For each plan: the stage, whether it differentiates the entropy, and the statistics that it computes.
 STAGES: dict[str, tuple[Stage, bool, int]] = {
@@ -157,6 +180,9 @@ CALLS = {
     "train-long": Call("train", "long"),
     "train-pieces": Call("train", "n4096"),
     "pieces-options": Call("stats", "n4096", bias=True, softcap=30.0, scale=0.7),
+    "train-shard": Call("train", "llama3-8b", ranks=2),
+    "shard-stats": Call("token-stats", "gemma2-2b", bias=True, ranks=8),
+    "shard-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0, scale=0.7, ranks=4),
     "train-transposed": Call("train", "qwen2.5-0.5b", transposed=True),
     "stats-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0),
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
@@ -594,6 +620,9 @@ SPILLS = {
 }
 
 
+SPILLS |= {(arch, "shard-stats"): SPILLS[arch, "token-stats"] for arch in SHARED_MEMORY}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "name"), COMPILED)
@@ -619,6 +648,7 @@ def test_every_kernel_is_launched(arch: int) -> None:
         "core_triton.row_statistics",
         "core_triton.float16",
         "core_triton.saved_kernels",
+        "core_triton.shard_rows",
         "core_triton.token_kernels",
     }
     if arch == 90:
@@ -659,6 +689,9 @@ def calls_of(shape: str) -> tuple[Call, ...]:
         Call("none", shape, needs_grad=(True, False)),
         Call("log_probs", shape, torch.float16),
         Call("train", shape, head=torch.float32, splits=True),
+        Call("train", shape, ranks=2),
+        Call("token-stats", shape, ranks=8),
+        Call("train", shape, head=torch.float32, splits=True, ranks=2),
     )
 
 
