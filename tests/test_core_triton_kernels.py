@@ -181,7 +181,7 @@ CALLS = {
     "train-pieces": Call("train", "n4096"),
     "pieces-options": Call("stats", "n4096", bias=True, softcap=30.0, scale=0.7),
     "train-shard": Call("train", "llama3-8b", ranks=2),
-    "shard-stats": Call("token-stats", "gemma2-2b", bias=True, ranks=8),
+    "shard-stats": Call("token-stats", "llama3-8b", bias=True, scale=0.7, ranks=8),
     "shard-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0, scale=0.7, ranks=4),
     "train-transposed": Call("train", "qwen2.5-0.5b", transposed=True),
     "stats-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0),
@@ -620,7 +620,8 @@ SPILLS = {
 }
 
 
-SPILLS |= {(arch, "shard-stats"): SPILLS[arch, "token-stats"] for arch in SHARED_MEMORY}
+# With a shard's sizes the kernel for compute capability 8.9 spills what that for 8.0 does.
+SPILLS |= {(arch, "shard-stats"): SPILLS[80 if arch == 89 else arch, "token-stats"] for arch in SHARED_MEMORY}
 
 
 @pytest.mark.slow

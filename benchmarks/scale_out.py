@@ -1,0 +1,160 @@
+"""Measures the loss on several GPUs of one host against the same loss on one of them: `python -m benchmarks.scale_out`.
+
+Forms:
+
+    vocabulary      the GPUs have the same N tokens, and each has V / k rows of the head
+    tokens          each GPU has N tokens of its own, and V / k rows of the head: the tokens are gathered
+    head-gathered   the same tokens and rows, but the head is gathered, as FSDP does
+
+A row has the milliseconds of forward and backward of the slowest GPU, and those of one GPU with the whole head and N
+tokens, measured in turns with it. `efficiency` is the rate of a GPU relative to that of the one GPU: `one_gpu_ms /
+(k * ms)` for "vocabulary", and `one_gpu_ms / ms` for the others, whose GPUs have k N tokens. `workspace_bytes` is the
+peak of the framework's allocator above what the call got and returned, on the GPU with the highest. NCCL's own buffers
+are not in it; `device_bytes` is what the GPU has in use beyond the allocator. Errors are relative to float32 logits, in
+the Frobenius norm, those of one GPU beside them.
+
+With --device cpu it checks itself in a few seconds: the times are no results.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.results import ResultFile, commit, kernels
+from benchmarks.shapes import SHAPES, Shape
+
+Form = Literal["vocabulary", "tokens", "head-gathered"]
+FORMS: tuple[Form, ...] = ("vocabulary", "tokens", "head-gathered")
+KEY = ("framework", "form", "shape", "n", "gpus")
+BUDGET = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one row measures.
+
+    Args:
+        form: one of `FORMS`.
+        shape: D, V, and N: of each GPU, or of all with "vocabulary".
+        gpus: k.
+        rounds: of one block of calls on all GPUs and one on one GPU, in alternating order.
+        seconds: of a block, about.
+        warmup: seconds before the first round.
+        kernels: trace a call, and print the time of each kernel.
+    """
+
+    form: Form
+    shape: Shape
+    gpus: int
+    rounds: int
+    seconds: float
+    warmup: float
+    kernels: bool = False
+
+    @property
+    def all_tokens(self) -> int:
+        return self.shape.n if self.form == "vocabulary" else self.gpus * self.shape.n
+
+
+def row_of(work: Work, framework: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of a measurement. `found` has the milliseconds of the blocks, and what else was measured."""
+    blocks, one_gpu = found.pop("blocks"), found.pop("one_gpu_blocks")
+    ms, one_gpu_ms = statistics.median(blocks), statistics.median(one_gpu)
+    ratios = [single / several for several, single in zip(blocks, one_gpu, strict=True)]
+    share = work.gpus if work.form == "vocabulary" else 1
+    return {
+        "framework": framework,
+        "form": work.form,
+        **work.shape.of_row(),
+        "gpus": work.gpus,
+        "status": "ok",
+        "ms": ms,
+        "one_gpu_ms": one_gpu_ms,
+        "speedup": statistics.median(ratios),
+        "efficiency": statistics.median(ratios) / share,
+        "efficiency_range": [min(ratios) / share, max(ratios) / share],
+        "rounds": work.rounds,
+        **found,
+    }
+
+
+def in_turns(
+    work: Work, several: Callable[[int], float], single: Callable[[int], float], calls: tuple[int, int]
+) -> dict[str, list[float]]:
+    """Returns the milliseconds of a call in each round. `several` and `single` run a number of calls, and return the
+    milliseconds of one."""
+    found: dict[str, list[float]] = {"blocks": [], "one_gpu_blocks": []}
+    turns = [("blocks", several, calls[0]), ("one_gpu_blocks", single, calls[1])]
+    for number in range(work.rounds):
+        for name, run, count in turns if number % 2 == 0 else reversed(turns):
+            found[name].append(run(count))
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns what is printed of a row."""
+    errors = " ".join(f"{row[name]:.2e}" for name in ("err_d_input", "err_d_weight"))
+    of_one = " ".join(f"{row[name]:.2e}" for name in ("one_gpu_err_d_input", "one_gpu_err_d_weight"))
+    low, high = row["efficiency_range"]
+    return (
+        f"{row['framework']} {row['form']} {row['shape']} N {row['n']} on {row['gpus']}: {row['ms']:.3f} ms, one GPU "
+        f"{row['one_gpu_ms']:.3f} ms, {row['speedup']:.3f} x, efficiency {row['efficiency']:.3f} ({low:.3f}-{high:.3f})"
+        f", {row['workspace_bytes'] / 2**20:,.0f} MiB, errors {errors} ({of_one})"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", type=int, default=2, help="k")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--shapes", nargs="+", default=["llama3-8b"], help="names of benchmarks/shapes.py")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a block of calls")
+    parser.add_argument("--warmup", type=float, default=2.0, help="seconds, of each row")
+    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel on the first GPU")
+    parser.add_argument("--json", type=Path, help="file of rows, added to")
+    parser.add_argument("--commit", default=None, help="of the code, where git cannot tell")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.shapes if name not in SHAPES]
+    if unknown:
+        parser.error(f"--shapes must be names of benchmarks/shapes.py, got {', '.join(unknown)}")
+    if options.gpus < 1:
+        parser.error(f"--gpus must be at least 1, got {options.gpus}")
+    if options.framework == "torch":
+        from benchmarks import scale_torch as scale
+    else:
+        from benchmarks import scale_jax as scale
+    times = options.rounds, options.seconds, options.warmup
+    works = [
+        Work(form, SHAPES[name], options.gpus, *times, options.kernels)
+        for name in options.shapes
+        for form in options.forms
+    ]
+    results: list[ResultFile] = []
+
+    def add(message: dict[str, Any]) -> None:
+        if "device" in message:
+            print(json.dumps(message), flush=True)
+            head = message["device"], message["versions"], options.commit or commit()
+            results.append(ResultFile(options.json, *head, key=KEY))
+            return
+        results[0].add(message)
+        failed = message["status"] != "ok"
+        print(f"{message['form']} {message['shape']}: {message['note']}" if failed else line(message), flush=True)
+        if options.kernels and not failed:
+            print(kernels(message), flush=True)
+
+    scale.measure(works, options.device, add)
+    if any(row["status"] != "ok" for row in results[0].rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""PyTorch's side of `benchmarks.scale_out`: a process for each GPU, and NCCL between them (gloo on CPUs)."""
+
+import gc
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.cuda import nccl
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+import core_triton
+from benchmarks.methods import describe
+from benchmarks.scale_out import BUDGET, Work, in_turns, row_of
+from benchmarks.shapes import Mode
+from benchmarks.torch_bench import TorchBench, TorchProblem
+from benchmarks.trace import CALLS, by_kernel, trace_torch
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], None]) -> None:
+    """Measures each of `works`, which have the same number of GPUs, and calls `add` with what was measured."""
+    gpus = works[0].gpus
+    if device == "cuda" and torch.cuda.device_count() < gpus:
+        raise RuntimeError(f"--gpus must be at most the number of GPUs, {torch.cuda.device_count()}, got {gpus}")
+    messages = get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = gpus, works, device, f"{folder}/store", messages
+        processes = spawn(_rank, arguments, gpus, join=False)
+        assert processes is not None
+        while (message := messages.get()) is not None:
+            add(message)
+        while not processes.join():
+            pass
+
+
+def _rank(rank: int, ranks: int, works: Sequence[Work], device: str, store: str, messages: Any) -> None:
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast needs what not every container has
+    else:
+        torch.set_num_threads(1)
+    where: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if cuda else {}
+    options = None
+    if cuda:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=TIMEOUT,
+        pg_options=options,
+        **where,
+    )
+    bench = TorchBench(device)
+    if rank == 0:
+        versions = bench.versions() | ({"nccl": ".".join(map(str, nccl.version()))} if cuda else {})
+        messages.put({"device": f"{ranks} x {bench.device}" if cuda else bench.device, "versions": versions})
+    for work in works:
+        try:
+            found = _Measured(work, bench, rank).run()
+            message = row_of(work, "torch", found) if rank == 0 else None
+        except Exception as error:
+            if rank == 0:
+                traceback.print_exc()
+            about = {"framework": "torch", "form": work.form, **work.shape.of_row(), "gpus": work.gpus}
+            message = about | {"status": "failed", "note": describe(error)}
+        if rank == 0:
+            messages.put(message)
+        bench.release()
+    dist.barrier()
+    if rank == 0:
+        messages.put(None)
+    if not cuda:  # gloo may abort a process that ends after collectives
+        os._exit(0)
+    dist.destroy_process_group()
+
+
+class _Measured:
+    """One row, on one rank."""
+
+    def __init__(self, work: Work, bench: TorchBench, rank: int) -> None:
+        self.work, self.bench, self.rank, self.ranks = work, bench, rank, work.gpus
+        shape = replace(work.shape, n=work.all_tokens)
+        self.problem: Any = bench.problem(shape, "bfloat16", "peaked")
+        self.whole = self.problem.input, self.problem.weight, self.problem.target
+        assert isinstance(self.problem, TorchProblem)
+
+    def run(self) -> dict[str, Any]:
+        """Returns what was measured, on rank 0."""
+        several, single = self._several(), self._single()
+        found: dict[str, Any] = self._memory(several) | self._errors(several, single)
+        self.problem.forget()
+        self.bench.release()
+        if self.work.kernels and self.bench.gpu:
+            found["by_kernel"] = by_kernel(trace_torch(several), CALLS)
+        calls = tuple(self._calls(run, together=run is several) for run in (several, single))
+        return found | in_turns(
+            self.work,
+            lambda count: self._block(several, count, together=True),
+            lambda count: self._block(single, count, together=False),
+            (calls[0], calls[1]),
+        )
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """Returns this rank's rows, an equal part."""
+        return whole.tensor_split(self.ranks)[self.rank].clone()
+
+    def _several(self) -> Callable[[], tuple[Tensor, ...]]:
+        """Returns the call on all GPUs."""
+        x, w, target = self.whole
+        options: dict[str, Any] = {"vocab_group": dist.group.WORLD, "vocab_size": len(w), "memory_budget": BUDGET}
+        if self.work.form == "tokens":
+            options["sequence_parallel"] = True
+        elif self.work.form == "head-gathered":
+            options = {"gather": "head", "token_group": dist.group.WORLD, "memory_budget": BUDGET}
+        own_w = self._part(w).requires_grad_()
+        shared = self.work.form == "vocabulary"
+        own_x, own_target = (x.detach(), target) if shared else (self._part(x), self._part(target))
+        own_x.requires_grad_()
+        head: Tensor = own_w
+        if self.work.form == "head-gathered":
+            from torch.distributed.tensor import DTensor, Shard
+
+            mesh = init_device_mesh(x.device.type, (self.ranks,))
+            head = DTensor.from_local(own_w.detach(), mesh, [Shard(0)]).requires_grad_()
+
+        def run() -> tuple[Tensor, ...]:
+            loss = core_triton.linear_cross_entropy(own_x, head, own_target, **options)
+            return loss.detach(), *torch.autograd.grad(loss, (own_x, head))
+
+        return run
+
+    def _single(self) -> Callable[[], tuple[Tensor, ...]]:
+        """Returns the call on one GPU: N tokens and the whole head."""
+        x, w, target = self.whole
+        n = self.work.shape.n
+        x, w, target = x[:n].detach().requires_grad_(), w.detach().requires_grad_(), target[:n]
+
+        def run() -> tuple[Tensor, ...]:
+            loss = core_triton.linear_cross_entropy(x, w, target, memory_budget=BUDGET)
+            return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+        return run
+
+    def _memory(self, run: Callable[[], tuple[Tensor, ...]]) -> dict[str, Any]:
+        run()
+        if not self.bench.gpu:
+            return {"workspace_bytes": 0, "device_bytes": 0}
+        self.bench.release()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results = run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before - sum(_local(one).nbytes for one in results)
+        free, total = torch.cuda.mem_get_info()
+        most = torch.tensor([peak, total - free - torch.cuda.memory_reserved()], device="cuda")
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return {"workspace_bytes": int(most[0]), "device_bytes": int(most[1])}
+
+    def _errors(
+        self, several: Callable[[], tuple[Tensor, ...]], single: Callable[[], tuple[Tensor, ...]]
+    ) -> dict[str, float]:
+        """Returns the errors of the gradients of all tokens, and those of one GPU."""
+        _, d_input, d_weight = several()
+        d_input, d_weight = _local(d_input), _gathered(_local(d_weight), self.ranks)
+        if self.work.form != "vocabulary":
+            d_input = _gathered(d_input, self.ranks)
+        found: dict[str, float] = {}
+        mode = Mode("train")
+        if self.rank == 0:
+            reference = self.problem.reference(mode)
+            scale = self.ranks if self.work.form == "head-gathered" else 1  # the mean of the ranks' gradients
+            for name, one in (("d_input", d_input.float() / scale), ("d_weight", d_weight)):
+                found[f"err_{name}"] = _error(one, getattr(reference, name))
+            del d_input, d_weight, reference
+            self.problem.forget()
+            if self.work.form == "vocabulary":
+                reference = self.problem.reference(mode)
+                for name, one in zip(("d_input", "d_weight"), single()[1:], strict=True):
+                    found[f"one_gpu_err_{name}"] = _error(one, getattr(reference, name))
+            else:
+                found |= {"one_gpu_err_d_input": float("nan"), "one_gpu_err_d_weight": float("nan")}
+        dist.barrier()
+        return found
+
+    def _calls(self, run: Callable[[], Any], *, together: bool) -> int:
+        """Warms up, and returns how many calls take about the seconds of a block."""
+        self._block(run, 2, together=together)
+        ms = self._block(run, 2, together=together)
+        count = torch.tensor(max(1, round(1000 * self.work.warmup / max(ms, 1e-3))))
+        ms = self._block(run, int(_from_first(count, self.bench.gpu)), together=together)
+        count = torch.tensor(max(1, round(1000 * self.work.seconds / max(ms, 1e-3))))
+        return int(_from_first(count, self.bench.gpu))
+
+    def _block(self, run: Callable[[], Any], calls: int, *, together: bool) -> float:
+        """Runs calls on all ranks, or on the first alone; returns the milliseconds of one on the slowest rank."""
+        dist.barrier()
+        ms = 0.0
+        if together or self.rank == 0:
+            ms = self._time(run, calls)
+        most = torch.tensor([ms], device="cuda" if self.bench.gpu else "cpu")
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most)
+
+    def _time(self, run: Callable[[], Any], calls: int) -> float:
+        if not self.bench.gpu:
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            return 1000 * (time.perf_counter() - start) / calls
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        run()  # the device works on this one while the host enqueues the next
+        events[0].record()
+        for _ in range(calls):
+            run()
+        events[1].record()
+        torch.cuda.synchronize()
+        gc.collect(0)
+        return events[0].elapsed_time(events[1]) / calls
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _gathered(part: Tensor, ranks: int) -> Tensor:
+    whole = part.new_empty((ranks * len(part), *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous())
+    return whole
+
+
+def _from_first(number: Tensor, gpu: bool) -> Tensor:
+    number = number.cuda() if gpu else number
+    dist.broadcast(number, 0)
+    return number
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    norm = torch.linalg.vector_norm
+    return float(norm(found.float() - exact) / norm(exact))
