@@ -367,7 +367,7 @@ def finish_rows_kernel(
     (rows, D) by rho, rounded once, with zeros where rho is 0. One program owns BLOCK_N rows.
 
     With own_target (rows,) int64, e has the classes of one shard of the vocabulary, and own_target is -1 where that is
-    not the target's shard. theta is 0 there. e is relative to 2**own_exponent, with own_exponent (rows,): (53).
+    not the target's shard, so that theta counts nowhere. e is relative to 2**own_exponent, with own_exponent (rows,): (53).
     """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
@@ -407,7 +407,6 @@ def finish_rows_kernel(
         if own_target_ptr is not None:
             target = tl.load(own_target_ptr + row_ids, mask=inside, other=-1)
             is_class = inside & (target >= 0)
-            theta = tl.where(is_class, theta, 0.0)
             rho *= tl.exp2(tl.load(own_exponent_ptr + row_ids, mask=inside, other=0.0) - ref_exponent)
         tl.store(rho_ptr + row_ids, rho, mask=inside)
         tl.store(theta_ptr + row_ids, tl.where(contributes, scale * theta, 0.0), mask=inside)

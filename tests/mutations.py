@@ -573,10 +573,21 @@ ROW_GRADIENTS = (
 )
 JAX_SCALE = tests("jax_pallas_scale", "refused")
 JAX_TOKEN_AXES = tests("jax_pallas_scale", "tokens")
+RANKS_BY_KERNELS = tests("core_triton_scale", "by_the_kernels")
 JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
-    Mutation("core_triton/vocab_shard.py", "d_input.bfloat16()", "d_input", TORCH_RANKS),
+    Mutation("core_triton/vocab_shard.py", "d_input.to(shard.dtype)", "d_input", TORCH_RANKS),
+    Mutation("core_triton/shard_rows.py", "factor = tl.exp2(shift)", "factor = tl.exp2(0 * shift)", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "classes=1, grad_into", "classes=0, grad_into", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "vocab_shard.all_sum(logit, whole.shard.group)", "pass", RANKS_BY_KERNELS),
+    Mutation(
+        "core_triton/row_kernels.py",
+        "mask=inside, other=0.0) - ref_exponent)",
+        "mask=inside, other=0.0) * 0)",
+        RANKS_BY_KERNELS,
+    ),
     Mutation("core_triton/vocab_shard.py", "normalizer.float() / ranks", "normalizer.float()", TORCH_RANKS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
     Mutation(
@@ -1097,7 +1108,7 @@ FIRST_CHUNK = (
     Mutation("core_triton/hopper_logits.py", "first_row += OUTSIDE", "first_row += 0", TILES_OF_PIECES),
     Mutation("core_triton/hopper_logits.py", "WHICH, i, 2)", "WHICH, i, 4)", TILES_OF_PIECES),
     Mutation(
-        "core_triton/scaled_exp.py",
+        "core_triton/packed_rows.py",
         "config.rows if start < len(rows.order) - config.first_rows else config.first_rows",
         "config.rows",
         LAUNCHES_OF_PIECES,

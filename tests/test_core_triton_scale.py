@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from programs import Command, Printed, python
-from torch_ranks import CHECKS, FORMS
+from torch_ranks import CHECKS, FORMS, KERNEL_CHECKS
 
 from core_triton.vocab_shard import shard_of
 from parity.cases import Case, cases
@@ -47,8 +47,13 @@ INTERPRETED = (
     "vocabulary:log_probs-bf16-softcap-scale-padded-bias-skewed-ignored-axis1-tight-head32-strided-n123",
     "vocabulary:edge-token_loss-nan_ignored-mean-bf16",
     "both:mean-bf16-n123",
+    "vocabulary:mean-bf16-zloss-softcap-scale-padded-weight-signed-axis1-nostats-strided-n4x63",
+    "vocabulary:edge-token_loss-stats-logits80-bf16",
+    "vocabulary:edge-logits80-mean-bf16",
+    "vocabulary:edge-one_class-bf16",
     "vocabulary:mean-fp32-zloss-padded-weight-skewed-axis1-n123",
 )
+INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
 
 

@@ -168,7 +168,7 @@ ONE_FRAMEWORK_ONLY = {
         *("implementation_of", "make_problem", "tiles_of", "as_residual", "dense", "operator_of_rows"),
     },
     "linear_ce.py": {"Explanation"},  # in JAX, explanation.py defines it
-    "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it
+    "plan.py": {"DeviceInfo", "shards_are_scaled"},  # in JAX, launch.py defines it; shards are chunked
     "problem.py": {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
@@ -188,7 +188,6 @@ ONE_FRAMEWORK_ONLY = {
         *("losses", "log_probs"),  # variables in JAX, the results of custom_vjp
     },
     "scaled_exp.py": {
-        *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
         *("Carry", "OfTokens", "SavedChunk"),  # the carry of a loop, and what it returns
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
@@ -197,7 +196,16 @@ ONE_FRAMEWORK_ONLY = {
     # A rank knows its place in the group when it calls, a device only when it runs. Ranks may disagree, devices of one
     # program cannot.
     "vocab_shard.py": {
-        *("VocabShard", "all_sum", "gather", "check_group", "shard_of", "joint_normalizer", "check_agreement"),
+        *(
+            "VocabShard",
+            "all_sum",
+            "start_all_sum",
+            "gather",
+            "check_group",
+            "shard_of",
+            "joint_normalizer",
+            "check_agreement",
+        ),
         "first_class",
     },
     "smoothing.py": {"smooth_rows_kernel", "add_outer_kernel"},  # XLA fuses what they do

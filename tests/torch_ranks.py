@@ -300,6 +300,25 @@ def check_explain(rank: int, ranks: int) -> None:
         core_triton.explain(x, w, reduction="none", saved_budget=1, **options)
 
 
+def check_far_logits(rank: int, ranks: int) -> None:
+    """Logits that are all about -700 have exponentials of 0 unless all ranks know the logit of the target. Each rank's
+    part of d_input is rounded to reduce_dtype."""
+    x, w, target, _ = head_and_tokens(rank, ranks)
+    x, w = x.bfloat16(), torch.cat([w, w[: -len(w) % ranks]]).bfloat16()
+    bias, part = torch.full((len(w),), -700.0), slice(rank * len(w) // ranks, (rank + 1) * len(w) // ranks)
+    loss, d_input, d_weight = whole_gradients(x.float(), w.float(), target)
+    for dtype, most in ((torch.float32, 2e-3), (torch.bfloat16, 4e-3)):
+        mine, own = x.clone().requires_grad_(), w[part].clone().requires_grad_()
+        options: dict[str, Any] = {"vocab_group": dist.group.WORLD, "reduce_dtype": dtype, "implementation": "triton"}
+        found = core_triton.linear_cross_entropy(mine, own, target, linear_bias=bias[part], **options)
+        found.backward()
+        torch.testing.assert_close(found.detach(), loss, atol=1e-4, rtol=1e-4)
+        for gradient, exact in ((mine.grad, d_input), (own.grad, d_weight[part])):
+            assert gradient is not None
+            error = (gradient.float() - exact).norm() / exact.norm()
+            assert error < most, (dtype, float(error))
+
+
 CHECKS: dict[str, Callable[[int, int], None]] = {
     "ddp": check_ddp,
     "fsdp2": check_fsdp2,
@@ -309,6 +328,7 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
     "compile": check_compile,
     "explain": check_explain,
 }
+KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {"far_logits": check_far_logits}
 
 
 def run_check(
@@ -346,7 +366,7 @@ def worker(
     for request in requests:
         form, name = request.split(":", 1)
         if form == "check":
-            run_check(request, CHECKS[name], rank, ranks, write)
+            run_check(request, (CHECKS | KERNEL_CHECKS)[name], rank, ranks, write)
             continue
         case = replace(by_name[name], tight_memory=True)
         arrays, place = make_arrays(by_name[name]), places[form]
