@@ -367,7 +367,7 @@ def finish_rows_kernel(
     (rows, D) by rho, rounded once, with zeros where rho is 0. One program owns BLOCK_N rows.
 
     With own_target (rows,) int64, e has the classes of one shard of the vocabulary, and own_target is -1 where that is
-    not the target's shard, so that theta counts nowhere. e is relative to 2**own_exponent, with own_exponent (rows,): (53).
+    not the target's shard, where theta counts for nothing. e is relative to 2**own_exponent, (rows,): (53).
     """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
