@@ -22,7 +22,7 @@ or `target_grad.py`.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -37,12 +37,7 @@ from jax_pallas.devices import check_shards, devices_of
 from jax_pallas.explanation import Explanation, explained
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import (
-    HeadPrecision,
-    LossSpec,
-    Reduction,
-    check_saved_budget,
-)
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_saved_budget
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -102,7 +97,8 @@ def linear_cross_entropy(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> Array:
@@ -209,7 +205,14 @@ def linear_cross_entropy(
             as many rows as the others. V is then the number of rows of all shards, vocab_size the number of classes of
             all, and weight has V numbers. All other arrays are the same on the devices of the axis, and so are the
             results and the gradient of input, bit for bit. The gradients of linear_weight and linear_bias are those of
-            the shard. It runs "chunked"; saved_budget must be 0 and batch_invariant False.
+            the shard. It runs "chunked"; saved_budget must be 0 and batch_invariant False. Names of several axes divide
+            it over all of them, the first one into the largest parts. An axis of token_axis_names may be among them:
+            its devices have different tokens and different classes, as with FSDP, and `gather` says what they do.
+        gather: what devices with different tokens and different classes gather. "tokens": each computes the loss of the
+            tokens of all for its classes, as without different tokens. "head": each computes the loss of its tokens for
+            all classes, and the gradients of the head are reduce-scattered in float32. The axes of these devices must
+            then be the last of vocab_axis_name. None: "tokens" where all have fewer tokens than V, otherwise "head".
+            Naming one says that the axes of vocab_axis_name over which input varies are also token_axis_names.
         reduce_dtype: float32, or bfloat16 to halve the bytes of the sum of the gradient of input over the devices of
             vocab_axis_name. Each addition then rounds to bfloat16.
         replicated: whether a program for several devices, outside of `jax.shard_map`, may gather the arrays and compute
@@ -257,7 +260,7 @@ def linear_cross_entropy(
         vocab_axis,
         *how,
         statistics=0,
-        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
@@ -287,7 +290,8 @@ def linear_cross_entropy_with_stats(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> tuple[Array, LossStats]:
@@ -322,7 +326,7 @@ def linear_cross_entropy_with_stats(
         vocab_axis,
         *how,
         statistics=MAX | LSE,
-        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
@@ -356,7 +360,9 @@ def linear_log_probs(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
-    vocab_axis_name: str | None = None,
+    token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> LogProbs:
@@ -403,7 +409,7 @@ def linear_log_probs(
         vocab_axis,
         *how,
         statistics=statistics,
-        devices=devices_of(replicated, None, vocab_axis_name, reduce_dtype),
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     log_probs = (saved_ops if saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
@@ -432,7 +438,8 @@ def linear_token_loss(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> Array:
@@ -504,7 +511,7 @@ def linear_token_loss(
         vocab_axis,
         grad_into,
         batch_invariant,
-        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
@@ -532,7 +539,8 @@ def linear_token_loss_with_stats(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> tuple[Array, TokenStats]:
@@ -573,7 +581,7 @@ def linear_token_loss_with_stats(
         vocab_axis,
         grad_into,
         batch_invariant,
-        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
@@ -601,7 +609,8 @@ def _token_loss(
     arguments = with_entropy + len(per_token)
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
     closure = values_of_closure()
-    check_shards(devices, {f"per_token[{index}]": values for index, values in enumerate(flat)})
+    devices = call.options.devices
+    check_shards(devices, {f"per_token[{index}]": values for index, values in enumerate(flat)}, rows=True)
     check_shards(devices, {f"array {index} that token_loss closes over": one for index, one in enumerate(closure)})
     scalar = spec.reduction != "none"
     if call.tokens == 0:
@@ -695,7 +704,7 @@ def explain(
     with_entropy: bool = False,
     batch_invariant: bool = False,
     device: str | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 

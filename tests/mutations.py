@@ -596,7 +596,7 @@ SCALE = (
         "pass",
         TORCH_RANKS,
     ),
-    Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axis) * rows", "0 * rows", JAX_SHARDS),
+    Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),
     Mutation(
         "jax_pallas/problem.py",
@@ -606,7 +606,7 @@ SCALE = (
     ),
     Mutation("jax_pallas/problem.py", "        if not self.masks_classes:", "        if True:", JAX_SHARDS),
     Mutation("jax_pallas/arguments.py", "jnp.pad(class_weight, (0, rows - classes))", "class_weight", JAX_SHARDS),
-    Mutation("jax_pallas/primitives.py", "axes.varying - {_vocab_axis(static)}", "axes.varying", JAX_SHARDS),
+    Mutation("jax_pallas/primitives.py", "axes.varying - _vocab_axes(static)", "axes.varying", JAX_SHARDS),
     Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),
     Mutation("jax_pallas/row_math.py", "devices.sum(denominator)", "denominator", JAX_TOKEN_AXES),
     Mutation(

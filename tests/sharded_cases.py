@@ -19,9 +19,9 @@ def mesh_of(**axes: int) -> Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def small_budget(case: Case, mesh: Mesh) -> int:
+def small_budget(case: Case, mesh: Mesh, gather: str | None = None) -> int:
     """Returns a memory budget with which each device has at least three chunks of rows, and two of the vocabulary."""
-    vocab = mesh.shape.get("vocab", 1)
+    vocab = mesh.shape.get("vocab", 1) * (mesh.shape.get("fsdp", 1) if gather == "tokens" else 1)
     w = (case.vocab // vocab, case.hidden)
     x: Any = jax.ShapeDtypeStruct((case.n * vocab // mesh.size, case.hidden), case.dtype)
     head: Any = jax.ShapeDtypeStruct(w if case.vocab_axis == 0 else w[::-1], case.weight_dtype)
@@ -43,16 +43,16 @@ def run_sharded(
     case: Case, arrays: Mapping[str, np.ndarray], mesh: Mesh, implementation: str | None = None, **options: Any
 ) -> dict[str, np.ndarray]:
     """Returns the outputs of a case, in small chunks. The axis "vocab" of the mesh divides the vocabulary, if it has
-    one, and the other axes divide the tokens. Arrays that are not divided are the same on all devices, which
-    `out_specs` checks."""
+    one, and the other axes divide the tokens. The axis "fsdp" divides both. Arrays that are not divided are the same
+    on all devices, which `out_specs` checks."""
     rows = P(tuple(name for name in mesh.axis_names if name != "vocab") or None)
-    vocab = "vocab" if "vocab" in mesh.axis_names else None
+    vocab = tuple(name for name in ("vocab", "fsdp") if name in mesh.axis_names) or None
     head = P(vocab) if case.vocab_axis == 0 else P(None, vocab)
     specs = {"linear_weight": head, "linear_bias": P(vocab), "weight": P(), "normalizer": P()}
     scalar = case.function != "log_probs" and case.spec.reduction != "none"
 
-    options = {"memory_budget": small_budget(case, mesh)} | options
-    if rows[0] and case.function != "log_probs":
+    options = {"memory_budget": small_budget(case, mesh, options.get("gather"))} | options
+    if rows[0]:
         options["token_axis_names"] = rows[0]
     dtypes: dict[str, str] = {"input": case.dtype, "linear_weight": case.weight_dtype, "linear_bias": case.weight_dtype}
     dtypes |= {"weight": case.dtype, "target": "int32"} | dict.fromkeys(case.per_token, case.per_token_dtype)
@@ -60,8 +60,9 @@ def run_sharded(
     if case.vocab_axis == 1:
         operands["linear_weight"] = operands["linear_weight"].T
     spec_of = {name: P() if scalar and name == "d_loss" else specs.get(name, rows) for name in operands}
+    axes = ()
     if case.grad_into:
-        axes = tuple(name for name in mesh.axis_names if name != "vocab")
+        axes = tuple(name for name in mesh.axis_names if name not in ("vocab", "fsdp"))
         devices = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
         # An array for each device of the tokens, which starts at a part of the whole.
         whole = (devices, *operands["linear_weight"].shape)
@@ -91,7 +92,7 @@ def run_sharded(
         outputs |= {d: gradients[name] for d, name in names.items()}
         if case.grad_into:
             total = outputs["d_weight"] + (GRAD_INTO_START if scalar else 0.0)  # `function_of` subtracts it
-            outputs["d_weight"] = (jax.lax.psum(total, rows[0]) if rows[0] else total) - GRAD_INTO_START
+            outputs["d_weight"] = (jax.lax.psum(total, axes) if axes else total) - GRAD_INTO_START
         return {name: outputs[name] for name in outputs_of(case)}
 
     whole_results = {"accuracy", "n_valid", *(("loss", "z_loss") if scalar else ())}
