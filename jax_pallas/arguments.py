@@ -117,10 +117,7 @@ def prepare(
     """
     *present, normalizer = arrays
     named: dict[str, Any] = dict(zip(ARRAYS, present, strict=True))
-    for name, array in named.items():
-        optional = name not in ("input", "linear_weight", "target")
-        if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
-            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
+    check_are_arrays(named)
     if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
         normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
     number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
@@ -195,6 +192,14 @@ def prepare(
         grad_into=named["grad_into"],
     )
     return Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape), named["grad_into"])
+
+
+def check_are_arrays(named: dict[str, Any]) -> None:
+    """Raises TypeError if one of ARRAYS is not an array."""
+    for name, array in named.items():
+        optional = name not in ("input", "linear_weight", "target")
+        if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
+            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
 
 
 def _check_arrays(spec: LossSpec, vocab_axis: int, devices: Devices, infos: dict[str, Any]) -> None:

@@ -6,10 +6,13 @@ With `vocab_axes` the devices have the same tokens and different classes of the 
 have different tokens and different classes gather one or the other first: `gathering.py`.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -77,6 +80,28 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 GATHERS = ("tokens", "head")
 
 
+def is_divided(array: Any) -> bool:
+    """Returns whether the type of an array says that devices of explicit axes of a mesh hold parts of it."""
+    return isinstance(array, Array) and any(part is not None for part in jax.typeof(array).sharding.spec)
+
+
+def divides_explicit_axes(function: Callable[..., Any]) -> Any:
+    """Makes a public function run within `jax.shard_map` where the types of its arrays say how they are divided:
+    `sharded.of_types`."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        named = options.get("token_axis_names"), options.get("vocab_axis_name")
+        if named != (None, None) or not any(map(is_divided, (*arguments, *options.values()))):
+            return function(*arguments, **options)
+        from jax_pallas import sharded
+
+        return sharded.of_types(call, dict(signature.bind(*arguments, **options).arguments))
+
+    return call
+
+
 def devices_of(
     replicated: bool,
     token_axis_names: str | Sequence[str] | None,
@@ -91,8 +116,8 @@ def devices_of(
         ValueError: an axis is not one of a `jax.shard_map` around the call, or JAX does not track which arrays are the
             same on its devices.
     """
-    token_axes = _names("token_axis_names", token_axis_names)
-    vocab_axes = _names("vocab_axis_name", vocab_axis_name)
+    token_axes = axis_names("token_axis_names", token_axis_names)
+    vocab_axes = axis_names("vocab_axis_name", vocab_axis_name)
     devices = Devices(check_flag("replicated", replicated), token_axes)
     for name in token_axes:
         check_axis("token_axis_names", name)
@@ -111,7 +136,7 @@ def devices_of(
     return devices._replace(vocab_axes=vocab_axes, shards=parts, parts=parts, reduce_dtype=dtype, gather=gather)
 
 
-def _names(argument: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
+def axis_names(argument: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else given
     if names is not None and not (isinstance(names, Sequence) and all(isinstance(name, str) for name in names)):
         raise TypeError(f"{argument} must be a name of an axis, names or None, got {given!r}")

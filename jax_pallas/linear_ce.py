@@ -33,7 +33,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_pallas import elementwise, ops, row_math, saved_ops
 from jax_pallas.arguments import Call, check_per_token, prepare
-from jax_pallas.devices import check_shards, devices_of
+from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
@@ -73,6 +73,7 @@ class LogProbs(NamedTuple):
     lse: Array
 
 
+@divides_explicit_axes
 def linear_cross_entropy(
     input: Array,
     linear_weight: Array,
@@ -266,6 +267,7 @@ def linear_cross_entropy(
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
 
+@divides_explicit_axes
 def linear_cross_entropy_with_stats(
     input: Array,
     linear_weight: Array,
@@ -343,6 +345,7 @@ def linear_cross_entropy_with_stats(
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total), stats
 
 
+@divides_explicit_axes
 def linear_log_probs(
     input: Array,
     linear_weight: Array,
@@ -416,6 +419,7 @@ def linear_log_probs(
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
+@divides_explicit_axes
 def linear_token_loss(
     input: Array,
     linear_weight: Array,
@@ -516,6 +520,7 @@ def linear_token_loss(
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
+@divides_explicit_axes
 def linear_token_loss_with_stats(
     input: Array,
     linear_weight: Array,
