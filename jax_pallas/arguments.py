@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jax_pallas import launch, ops, row_math
-from jax_pallas.devices import ONE_DEVICE, Devices, check_shards, check_tokens, with_gather
+from jax_pallas.devices import ONE_DEVICE, Devices, check_shards, check_tokens, check_unsharded, with_gather
 from jax_pallas.gathering import whole_head
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.primitives import varying
@@ -130,8 +130,7 @@ def prepare(
     if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:
         raise ValueError(f"ignore_index must fit {named['target'].dtype}, which targets have, got {spec.ignore_index}")
     named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
-    for name in ARRAYS:
-        _check_unsharded(name, named[name])
+    check_unsharded(named)
     _check_varying(spec, **named)
     rows = devices.parts * named["linear_weight"].shape[vocab_axis]
     devices = with_gather(devices, named["input"], rows)
@@ -216,18 +215,6 @@ def _check_arrays(spec: LossSpec, vocab_axis: int, devices: Devices, infos: dict
     check_arrays(spec=spec, vocab_axis=vocab_axis, **whole)
 
 
-def _check_unsharded(name: str, array: Array | None) -> None:
-    """Raises where an array's type says that devices hold parts of it."""
-    if array is None:
-        return
-    spec = jax.typeof(array).sharding.spec
-    if any(axes is not None for axes in spec):
-        raise ValueError(
-            f"{name} must not be sharded over explicit axes of a mesh, got {spec}: "
-            "call the function on the devices' own rows, within jax.shard_map, and sum there"
-        )
-
-
 def _check_varying(spec: LossSpec, grad_into: Array | None, **others: Array | None) -> None:
     """Raises where the devices of a mesh have one grad_into, and each has a gradient of the head, or the reverse."""
     if grad_into is None:
@@ -271,8 +258,8 @@ def _(name: str, primals: Any, tangents: Any) -> Any:
 
 def check_per_token(
     token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...], whose: str
-) -> ops.Arrays:
-    """Checks the per-token arrays of a token loss and flattens their axes. `leading` is `whose` shape."""
+) -> None:
+    """Checks the per-token arrays of a token loss. `leading` is `whose` shape."""
     if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
         names = ", ".join(token_loss.per_token)
         raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} arrays")
@@ -284,5 +271,3 @@ def check_per_token(
             raise TypeError(f"{name} must have a floating-point dtype, got {values.dtype}")
         if values.shape != leading:
             raise ValueError(f"{name} must have shape {leading} ({whose} shape), got {values.shape}")
-        _check_unsharded(name, jnp.asarray(values))
-    return tuple(jnp.asarray(values).reshape(-1) for values in per_token)

@@ -185,6 +185,17 @@ def with_gather(devices: Devices, input: Array, classes: int) -> Devices:
     return devices._replace(vocab_axes=others, shards=devices.parts // number)
 
 
+def check_unsharded(named: dict[str, Any]) -> None:
+    """Raises ValueError where the types of arrays say that devices hold parts of them. A plain call with such arrays
+    runs `sharded.of_types` instead."""
+    for name, array in named.items():
+        if is_divided(array):
+            raise ValueError(
+                f"{name} must not be sharded over explicit axes of a mesh within a jax.shard_map of other axes, got "
+                f"{jax.typeof(array).sharding.spec}: map these axes too"
+            )
+
+
 def check_axis(argument: str, name: str) -> None:
     """Raises ValueError if `name` is no axis that a `jax.shard_map` around the call maps, with check_vma=True."""
     try:

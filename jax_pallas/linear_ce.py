@@ -112,9 +112,11 @@ def linear_cross_entropy(
     Options that `torch.nn.functional.cross_entropy` also has mean exactly the same here. There is one deviation: if no
     token is counted (no valid target, an empty batch, a zero denominator), the loss is 0 with zero gradients, not NaN.
 
-    - Several devices: call the function within `jax.shard_map`, on the tokens of each device. The compiler cannot
-      divide the loops and kernels among devices. So a program for several devices, also one operation on sharded
-      arrays, is refused where it is compiled, unless `replicated` is True or "chunked" runs in one chunk.
+    - Several devices: call `jax_pallas.sharded.linear_cross_entropy`, or call the function within `jax.shard_map`, on
+      the tokens of each device. If the mesh has explicit axes, the function reads from the types of its arrays how they
+      are divided and does the former. The compiler cannot divide the loops and kernels among devices. So any other
+      program for several devices is refused where it is compiled, unless `replicated` is True or "chunked" runs in one
+      chunk.
     - `jax.lax.scan` over micro-batches: differentiate within its body, or under `jax.checkpoint`. Otherwise the head's
       gradient of each micro-batch is saved.
     - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A
@@ -224,10 +226,9 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: an argument is not an array or has an unsupported dtype.
-        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, an array is sharded
-            over explicit axes, the call is compiled for several devices outside of `jax.shard_map`, or grad_into is not
-            differentiated with reduction "none", or shared there by devices of `jax.shard_map` or by heads of
-            `jax.vmap`. The message names the argument.
+        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, the call is compiled
+            for several devices outside of `jax.shard_map`, or grad_into is not differentiated with reduction "none", or
+            shared there by devices of `jax.shard_map` or by heads of `jax.vmap`. The message names the argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -610,7 +611,8 @@ def _token_loss(
     statistics = statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
     how = memory_budget, implementation, batch_invariant
     call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=devices)
-    flat = check_per_token(token_loss, per_token, call.leading, "target's")
+    check_per_token(token_loss, per_token, call.leading, "target's")
+    flat = tuple(jnp.asarray(values).reshape(-1) for values in per_token)
     arguments = with_entropy + len(per_token)
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
     closure = values_of_closure()
@@ -686,8 +688,8 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array, with_e
         >>> jax_pallas.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, jnp.ones(8))
     """
     leading = np.shape(per_token[0]) if per_token else (2,)
-    flat = check_per_token(token_loss, per_token, leading, "per_token[0]'s")
-    arguments = takes_entropy(token_loss, with_entropy) + len(flat)
+    check_per_token(token_loss, per_token, leading, "per_token[0]'s")
+    arguments = takes_entropy(token_loss, with_entropy) + len(per_token)
     elementwise.trace_token_loss(token_loss, math.prod(leading), arguments)
 
 

@@ -27,11 +27,13 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jax_pallas import linear_ce
-from jax_pallas.arguments import ARRAYS, check_are_arrays
+from jax_pallas.arguments import ARRAYS, check_are_arrays, check_per_token
 from jax_pallas.devices import axis_names, is_divided
+from jax_pallas.elementwise import TracedLoss, trace_token_loss
 from jax_pallas.linear_ce import LogProbs, LossStats
 from jax_pallas.primitives import varying
 from jax_pallas.row_math import TokenStats
+from jax_pallas.token_hook import takes_entropy
 from linear_ce.spec import ArrayInfo, LossSpec, check_arrays
 
 Gather = Literal["tokens", "head"]
@@ -350,20 +352,26 @@ def _divided(function: Callable[..., Any], where: Placement, arguments: dict[str
     per_token = arguments.pop("per_token", ())
     operands = {name: value for name in specs if _is_array(value := arguments.get(name))}
     others = {name: value for name, value in arguments.items() if name not in operands}
-    first = tuple(others.pop(name) for name in ("token_loss",) if name in others)
+    token_loss, closure = others.pop("token_loss", None), ()
+    if token_loss is not None:
+        check_per_token(token_loss, per_token, arguments["target"].shape, "target's")
+        with_entropy = takes_entropy(token_loss, others.get("with_entropy", False))
+        number = with_entropy + len(per_token)
+        traced, values_of_closure = trace_token_loss(token_loss, math.prod(arguments["target"].shape), number)
+        closure, others["with_entropy"] = tuple(values_of_closure()), with_entropy
     reduction = others.get("reduction", "mean")
     scalar = function is not linear_ce.linear_log_probs and reduction != "none"
     into_axes = tuple(axis for axis in where.token_axes if axis not in where.fsdp_axes)
 
-    def body(operands: dict[str, Array], per_token: tuple[Array, ...]) -> Any:
+    def body(operands: dict[str, Array], per_token: tuple[Array, ...], closure: tuple[Array, ...]) -> Any:
         operands, into = dict(operands), operands.get("grad_into")
         if into is not None and into_axes:
             operands["grad_into"] = _zeros_beside(into_axes, into)
-        three = (operands.pop(name) for name in ("input", "linear_weight", "target"))
+        first = [operands.pop(name) for name in ("input", "linear_weight", "target")]
+        if token_loss is not None:
+            first += [TracedLoss(traced, closure), *per_token]
         found = function(
-            *three,
             *first,
-            *per_token,
             **operands,
             **others,
             token_axis_names=where.token_axes,
@@ -387,8 +395,8 @@ def _divided(function: Callable[..., Any], where: Placement, arguments: dict[str
         linear_ce.linear_token_loss: of_loss,
         linear_ce.linear_token_loss_with_stats: (of_loss, rows),
     }
-    in_specs = {name: specs[name] for name in operands}, (rows,) * len(per_token)
-    placed = jax.tree.map(partial(_placed, where), (operands, tuple(per_token)), in_specs)
+    in_specs = {name: specs[name] for name in operands}, (rows,) * len(per_token), (everywhere,) * len(closure)
+    placed = jax.tree.map(partial(_placed, where), (operands, tuple(per_token), closure), in_specs)
     mapped = jax.shard_map(body, mesh=where.mesh, in_specs=in_specs, out_specs=results[function], axis_names=where.axes)
     return mapped(*placed)
 
