@@ -34,7 +34,10 @@ from parity.arrays import make_arrays
 from parity.cases import Case, cases
 
 SPLIT = {"input": P("data"), "linear_weight": P(), "linear_bias": P(), "target": P("data")}
-REFUSAL = r"this call is compiled for 4 devices.* jax_pallas\.sharded.* jax\.shard_map.* token_axis_names .* vocab_axis_name .* replicated="
+REFUSAL = (
+    r"this call is compiled for 4 devices.* jax_pallas\.sharded.* jax\.shard_map.* token_axis_names .*"
+    r" vocab_axis_name .* replicated="
+)
 SEVERAL: dict[str, Any] = {"memory_budget": 2**16}  # bytes, so that there are several chunks
 
 
