@@ -306,7 +306,7 @@ def _named(
                 f"{tuple(context.axis_names)}, which no jax.shard_map around the call maps, got {name!r}"
             )
     if len({*used}) < len(used):
-        raise ValueError(f"batch_axis_names and vocab_axis_name must name different axes, got {used}")
+        raise ValueError(f"batch_axis_names, vocab_axis_name and fsdp_axis_name must name different axes, got {used}")
     if gather is not None and not fsdp:
         raise ValueError(f"gather must be None without fsdp_axis_name, got {gather!r}")
     bound = inspect.signature(function).bind(*arguments, **options)
@@ -336,7 +336,8 @@ def of_types(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     placed = getattr(divided, "sharding", None)
     if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh):
         mesh = placed.mesh  # of an array that has values; jax.set_mesh may not have been called
-    where = Placement(mesh, explicit, rows, vocab, fsdp, arguments.pop("gather", None))
+    gather, *_ = (arguments.pop(name, None) for name in ("gather", "token_axis_names", "vocab_axis_name"))
+    where = Placement(mesh, explicit, rows, vocab, fsdp, gather)
     if w.shape[axis] % where.size(where.classes):  # gathered, because no device has whole rows
         where = where._replace(vocab_axes=(), fsdp_axes=())
     return _divided(function, where, arguments)

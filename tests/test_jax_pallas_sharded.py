@@ -249,7 +249,10 @@ def check_explicit_axes() -> None:
     got = step(*placed)
     assert_close(got, jax.value_and_grad(whole_loss, HEAD)(x, w, y, b))
     assert [array.sharding.spec for array in got[1]] == [specs[0], specs[1], specs[3]]
-    assert_close(whole_loss(*placed, **SEVERAL), got[0])
+    assert_close(whole_loss(*placed, **SEVERAL, token_axis_names=None, gather="head"), got[0])
+    with jax.set_mesh(mesh):  # names of explicit axes, over which the arrays are not divided like this
+        named = partial(sharded_loss, batch_axis_names="model", vocab_axis_name="data")
+        assert_close(jax.jit(jax.value_and_grad(named, HEAD))(*placed), got)
     # Each device has rows of 8 of a head of 322 classes, which 4 do not divide.
     w = jax.device_put(jnp.pad(w, ((0, 2), (0, 0))), NamedSharding(mesh, P("model", "data")))
     b = jnp.pad(b, (0, 2))
@@ -315,7 +318,9 @@ def check_errors() -> None:
 
     raises("mesh must be given where no jax.set_mesh sets one", mesh=None)
     raises(r"must name axes of the mesh, \('data', 'fsdp'\), .* got 'model'", batch_axis_names="model")
-    raises("batch_axis_names and vocab_axis_name must name different", batch_axis_names="data", vocab_axis_name="data")
+    raises(
+        "vocab_axis_name and fsdp_axis_name must name different axes", batch_axis_names="data", vocab_axis_name="data"
+    )
     raises("gather must be None without fsdp_axis_name, got 'head'", batch_axis_names="data", gather="head")
     raises("gather must be one of 'tokens', 'head', got 'all'", gather="all", **AXES)
     raises("fsdp_axis_name must be a name of an axis, names or None, got 3", TypeError, fsdp_axis_name=3)
@@ -348,9 +353,9 @@ def check_errors() -> None:
 
     divided, both = (FSDP, FSDP, FSDP), ("fsdp", "data")
     refused("gather must be None without vocab_axis_name, got 'head'", divided, gather="head")
-    same = P(), FSDP, P()
+    shared = P(), FSDP, P()
     refused(
-        "gather must be None where .* have the same tokens, got 'head'", same, gather="head", vocab_axis_name="fsdp"
+        "gather must be None where .* have the same tokens, got 'head'", shared, gather="head", vocab_axis_name="fsdp"
     )
     refused("input must not vary over the axis 'fsdp' .* pass gather=", divided, vocab_axis_name="fsdp")
     replicated = FSDP, P(), FSDP
