@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_devices import failures_of, run_named
+from host_devices import failures_in, failures_of, run_named
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -386,8 +387,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "exchange": check_what_devices_exchange,
     "rule": check_rule,
     "errors": check_errors,
-    **{f"every case, {name}": partial(check_every_case, form) for name, form in FORMS.items()},
 }
+EVERY_CASE = {f"every case, {name}": partial(check_every_case, form) for name, form in FORMS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -396,12 +397,18 @@ def failures(request: pytest.FixtureRequest) -> dict[str, str]:
     return failures_of(request)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("every case") else ()) for name in CHECKS]
-)
+@pytest.mark.parametrize("name", CHECKS)
 def test_on_several_devices(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_CASE)
+def test_every_case(name: str) -> None:
+    """In a process for each form, because one takes minutes."""
+    failures = failures_in(Path(__file__), [name])
+    assert name not in failures, failures[name]
+
+
 if __name__ == "__main__":
-    run_named(CHECKS)
+    run_named(CHECKS | EVERY_CASE)
