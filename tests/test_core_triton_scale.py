@@ -81,6 +81,17 @@ def test_two_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
     assert_passed(printed[request_])
 
 
+ON_A_GPU = tuple(request for request in INTERPRETED if "fp32" not in request and not request.startswith("check"))
+BY_A_GPU = python("torch_ranks.py", "2", "gpu", *ON_A_GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.programs(BY_A_GPU, seconds=60)
+@pytest.mark.parametrize("request_", ON_A_GPU)
+def test_two_ranks_on_a_gpu(request_: str, printed: Printed) -> None:
+    assert_passed(printed[request_])
+
+
 @pytest.mark.parametrize(("classes", "ranks"), [(507, 4), (507, 2), (8, 3), (5, 4), (1, 4), (128, 4)])
 def test_shards_are_those_of_torch_chunk(classes: int, ranks: int) -> None:
     rows = [len(part) for part in torch.arange(classes).chunk(ranks)] + [0] * ranks

@@ -1,5 +1,6 @@
 """Runs cases of the contract, and checks, on several processes of one machine and prints one JSON line for each:
-`python torch_ranks.py RANKS IMPLEMENTATION FORM:NAME... check:NAME...`.
+`python torch_ranks.py RANKS IMPLEMENTATION FORM:NAME... check:NAME...`. With the implementation "gpu" the kernels run
+on GPUs, which the ranks share if there are fewer. Then gloo connects them, and otherwise NCCL.
 
 A form says what the ranks share. "vocabulary": the ranks have the same tokens, and each has a shard of the head.
 "tokens": each has the whole head and other tokens, not the same number. "both": half of each, on a grid of ranks. The
@@ -91,13 +92,15 @@ def run(case: Case, arrays: Mapping[str, np.ndarray], place: Place, implementati
             tensors[name] = place.shard(tensors[name], padded)
     if place.vocab_group is not None and "weight" in tensors:
         tensors["weight"] = tensors["weight"][: case.classes]
+    if implementation == "gpu":
+        tensors, implementation = {name: tensor.cuda() for name, tensor in tensors.items()}, "triton"
     options = options_of(case, implementation) | {"memory_budget": budget_of(case, place.parts)}
     if place.vocab_group is not None:
         options |= {"vocab_group": place.vocab_group, "vocab_size": padded or case.vocab}
     if place.token_group is not None:
         options["token_group"] = place.token_group
     outputs = torch_outputs(case, tensors, options)
-    return {name: one.detach().float().numpy() for name, one in outputs.items()}
+    return {name: one.detach().float().cpu().numpy() for name, one in outputs.items()}
 
 
 def joined(case: Case, found: Mapping[tuple[int, int], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -355,7 +358,11 @@ def worker(
     rank: int, ranks: int, implementation: str, requests: list[str], store: str, write: Callable[..., None]
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    backend = "gloo"
+    if implementation == "gpu":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else "gloo"
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
     half = ranks // 2
     rows, columns = [], []  # of a grid of 2 parts of the vocabulary and `half` shares of the tokens
     for share in range(half):
