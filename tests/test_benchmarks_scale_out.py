@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scale_model import SIZES, Link, agrees, band, fit, predict
 from benchmarks.scale_out import FORMS, Work, in_turns, line, row_of
 from benchmarks.shapes import SHAPES
 
@@ -60,3 +61,37 @@ def test_a_row_is_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     assert (row["framework"], row["form"], row["gpus"]) == (framework, "vocabulary", 2)
     for name in ("err_d_input", "err_d_weight"):
         assert 0 < row[name] <= 1.01 * row[f"one_gpu_{name}"] < 4e-3
+
+
+LINK = Link(0.02, 3e8)
+
+
+def transfers(link: Link = LINK) -> list[tuple[float, float]]:
+    return [(size, link.latency_ms + size / link.bytes_per_ms) for size in map(float, SIZES)]
+
+
+def test_the_model_finds_latency_and_bandwidth() -> None:
+    assert fit(transfers()) == pytest.approx(LINK, rel=0.02)
+
+
+def test_the_band_is_from_hidden_to_exposed_communication() -> None:
+    hidden, exposed = band(10.0, chunks=2, reduced_bytes=6 * 10**8, ranks=4, link=LINK)
+    assert hidden == pytest.approx(10.1)
+    assert exposed == pytest.approx(10.1 + 1.5 * 2)
+    assert agrees(9.9, (hidden, exposed))
+    assert agrees(13.4, (hidden, exposed))
+    assert not agrees(9.7, (hidden, exposed))
+    assert not agrees(13.6, (hidden, exposed))
+
+
+def test_more_gpus_are_predicted_only_if_two_agree() -> None:
+    parts = [
+        {"kind": "compute", "shape": "smoke", "ranks": ranks, "chunks": 1, "ms": ms}
+        for ranks, ms in ((2, 5.0), (4, 2.5))
+    ]
+    links = [{"kind": "all-reduce", "bytes": size, "ms": ms} for size, ms in transfers()]
+    row = {"framework": "torch", "form": "vocabulary", "gpus": 2, "status": "ok", "shape": "smoke", "one_gpu_ms": 9.8}
+    assert "smoke: two GPUs were not measured" in predict(parts + links, [])[1]
+    assert "4 GPUs 2.56 to 2.56 ms" in predict(parts + links, [row | {"ms": 5.1}])[1]
+    assert "they disagree" in predict(parts + links, [row | {"ms": 6.0}])[1]
+    assert predict(parts, [row]) == ["no row of kind all-reduce: run `collectives` on two GPUs"]
