@@ -332,7 +332,7 @@ def _run(
             smoothing.add_to_rows(
                 n,
                 order=At(rows.order, start),
-                target_logit=At(rows.target_logit, start),
+                target_logit=numbers.target_logit,
                 row_weight=row_weight,
                 theta=None if e is None else At(rows.theta, start),
                 loss_out=rows.loss_out,

@@ -303,29 +303,50 @@ def check_explain(rank: int, ranks: int) -> None:
         core_triton.explain(x, w, reduction="none", saved_budget=1, **options)
 
 
-def check_far_logits(rank: int, ranks: int) -> None:
-    """Logits that are all about -700 have exponentials of 0 unless all ranks know the logit of the target. The errors
-    are those of one process, or of parts of d_input that are rounded to bfloat16."""
-    x, w, target, _ = head_and_tokens(rank, ranks)
-    x, w = x.bfloat16(), torch.cat([w, w[: -len(w) % ranks]]).bfloat16()
-    bias, part = torch.full((len(w),), -700.0), slice(rank * len(w) // ranks, (rank + 1) * len(w) // ranks)
-    loss, *exact = whole_gradients(x.float(), w.float(), target)
+def assert_shards_err_as_one(x: Tensor, w: Tensor, target: Tensor, bias: Tensor, part: slice, **options: Any) -> None:
+    """Asserts that the kernels give the loss of all classes, and that the errors of its gradients are those of one
+    process, or of parts of d_input that are rounded to bfloat16."""
 
-    def errors(shard: slice, **options: Any) -> list[float]:
-        mine, own = x.clone().requires_grad_(), w[shard].clone().requires_grad_()
-        found = core_triton.linear_cross_entropy(
-            mine, own, target, linear_bias=bias[shard], implementation="triton", **options
-        )
-        found.backward()
-        torch.testing.assert_close(found.detach(), loss, atol=1e-4, rtol=1e-4)
-        pairs = (mine.grad, exact[0]), (own.grad, exact[1][shard])
-        return [float((cast(Tensor, found).float() - one).norm() / one.norm()) for found, one in pairs]
+    def run(head: Tensor, bias: Tensor, **more: Any) -> tuple[Tensor, list[Tensor]]:
+        mine, head, bias = (one.detach().clone().requires_grad_() for one in (x.to(head.dtype), head, bias))
+        loss = core_triton.linear_cross_entropy(mine, head, target, linear_bias=bias, **options, **more)
+        return loss.detach(), list(torch.autograd.grad(loss, (mine, head, bias)))
 
-    of_one = errors(slice(None))
+    loss, exact = run(w.float(), bias, implementation="chunked")
+
+    def errors(found: tuple[Tensor, list[Tensor]], shard: slice) -> list[float]:
+        torch.testing.assert_close(found[0], loss, atol=1e-4, rtol=1e-4)
+        pairs = zip(found[1], (exact[0], exact[1][shard], exact[2][shard]), strict=True)
+        return [float((gradient.float() - one).norm() / one.norm()) for gradient, one in pairs]
+
+    of_one = errors(run(w, bias, implementation="triton"), slice(None))
     for dtype, more in ((torch.float32, 1.1), (torch.bfloat16, 1.8)):
-        of_shards = errors(part, vocab_group=dist.group.WORLD, reduce_dtype=dtype)
+        of_group: dict[str, Any] = {"vocab_group": dist.group.WORLD, "reduce_dtype": dtype}
+        of_shards = errors(run(w[part], bias[part], implementation="triton", **of_group), part)
         assert of_shards[0] < more * of_one[0], (dtype, of_shards, of_one)
-        assert of_shards[1] < 1.5 * of_one[1], (of_shards, of_one)  # of other classes
+        for of_shard, whole in zip(of_shards[1:], of_one[1:], strict=True):  # of other classes
+            assert of_shard < 2 * whole, (dtype, of_shards, of_one)
+
+
+def check_far_logits(rank: int, ranks: int) -> None:
+    """Logits that are all about -700 have exponentials of 0 unless all ranks know the logit of the target."""
+    x, w, target, _ = head_and_tokens(rank, ranks)
+    w = torch.cat([w, w[: -len(w) % ranks]]).bfloat16()
+    part = slice(rank * len(w) // ranks, (rank + 1) * len(w) // ranks)
+    assert_shards_err_as_one(x.bfloat16(), w, target, torch.full((len(w),), -700.0), part)
+
+
+def check_smoothing(rank: int, ranks: int) -> None:
+    """With 256 classes or more on each rank, label smoothing adds terms of rank one."""
+    drawn, classes = torch.Generator().manual_seed(0), 300 * ranks
+    x = torch.randn(40, 32, generator=drawn).bfloat16()
+    w = (torch.randn(classes, 32, generator=drawn) / 4).bfloat16()
+    target, bias = torch.randint(classes, (40,), generator=drawn), torch.randn(classes, generator=drawn)
+    target[::7] = -100
+    part = slice(300 * rank, 300 * (rank + 1))
+    weight = 0.5 + torch.rand(classes, generator=drawn)
+    for options in ({}, {"weight": weight, "logit_scale": 0.7, "z_loss_weight": 1e-3}):
+        assert_shards_err_as_one(x, w, target, bias, part, label_smoothing=0.1, memory_budget=2**18, **options)
 
 
 CHECKS: dict[str, Callable[[int, int], None]] = {
@@ -337,7 +358,10 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
     "compile": check_compile,
     "explain": check_explain,
 }
-KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {"far_logits": check_far_logits}
+KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
+    "far_logits": check_far_logits,
+    "smoothing": check_smoothing,
+}
 
 
 def run_check(
