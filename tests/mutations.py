@@ -586,6 +586,9 @@ SCALE = (
         "target_logit=At(rows.target_logit, start),\n                row_weight",
         RANKS_BY_KERNELS,
     ),
+    Mutation(
+        "core_triton/shard_rows.py", "planes_of(of_own.statistics) * n", "planes_of(statistics) * n", RANKS_BY_KERNELS
+    ),
     Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "classes=1, grad_into", "classes=0, grad_into", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "vocab_shard.all_sum(logit, whole.shard.group)", "pass", RANKS_BY_KERNELS),
