@@ -349,6 +349,19 @@ def check_smoothing(rank: int, ranks: int) -> None:
         assert_shards_err_as_one(x, w, target, bias, part, label_smoothing=0.1, memory_budget=2**18, **options)
 
 
+def check_statistics(rank: int, ranks: int) -> None:
+    """The largest logits of several class blocks on each rank, in float16, whose blocks have shifts too."""
+    drawn, rows = torch.Generator().manual_seed(0), 600
+    x = torch.randn(40, 32, generator=drawn).half()
+    w = torch.randn(rows * ranks, 32, generator=drawn).half()
+    largest = (x.float() @ w.float().T).argmax(1)
+    target = torch.where(torch.arange(40) % 2 == 0, largest, 0)
+    options: dict[str, Any] = {"vocab_group": dist.group.WORLD, "implementation": "triton", "memory_budget": 2**18}
+    mine, own = x.requires_grad_(), w[rows * rank : rows * (rank + 1)].clone().requires_grad_()
+    _, stats = core_triton.linear_cross_entropy_with_stats(mine, own, target, **options)
+    assert float(stats.accuracy) == float((largest == target).float().mean())
+
+
 CHECKS: dict[str, Callable[[int, int], None]] = {
     "ddp": check_ddp,
     "fsdp2": check_fsdp2,
@@ -361,6 +374,7 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
 KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
     "far_logits": check_far_logits,
     "smoothing": check_smoothing,
+    "statistics": check_statistics,
 }
 
 
