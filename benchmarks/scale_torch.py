@@ -52,15 +52,15 @@ def _rank(rank: int, ranks: int, works: Sequence[Work], device: str, store: str,
     else:
         torch.set_num_threads(1)
     where: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if cuda else {}
-    options = None
-    if cuda:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if cuda else None
+    if options is not None:
+        options._timeout = TIMEOUT
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
-        timeout=TIMEOUT,
+        timeout=None if cuda else TIMEOUT,
         pg_options=options,
         **where,
     )
@@ -107,6 +107,7 @@ class _Measured:
         if self.work.kernels and self.bench.gpu:
             found["by_kernel"] = by_kernel(trace_torch(several), CALLS)
         calls = tuple(self._calls(run, together=run is several) for run in (several, single))
+        found["nccl_max_ctas"] = os.environ.get("NCCL_MAX_CTAS")
         return found | in_turns(
             self.work,
             lambda count: self._block(several, count, together=True),

@@ -228,7 +228,7 @@ def smoothing_is_linear(key: PlanKey) -> bool:
 
 def shards_are_scaled(key: PlanKey) -> bool:
     """Whether ranks that have shards of the vocabulary compute the logits once."""
-    return key.input.dtype == "bfloat16" and not key.label_smoothing
+    return key.input.dtype == "bfloat16" or not key.label_smoothing
 
 
 COPIES = 2  # copies of the head that a chunk usually makes where it must be cast: for the logits and for d_input
@@ -410,7 +410,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
         fits_float16 = x.dtype == "float16" and key.stage != "losses"
-        smoothing = (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes)
+        # Class weights are those of all shards.
+        smoothing = (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes * max(key.ranks, 1))
         if fits_float16:  # rows' numbers; a sample of the head, which is copied unless its rows can be read in place
             copies = casts_head + (w.strides[1] != 1 or padded_hidden != hidden)
             fit = 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core_triton import row_kernels
+from core_triton import row_kernels, vocab_shard
 from core_triton.launch import At, cdiv, column_block, launch
 from core_triton.problem import ClassSum, Problem, float32_matmul, operand, plan_of
 from core_triton.row_math import MAX_EXPONENT
@@ -41,7 +41,7 @@ class Smoothing:
         mean_row: (D,) float32, the mean of the head's rows, each times its class weight.
         mean_bias: () float32, that of the bias.
         mean_weight: () float32, that of the class weights.
-        class_weight: (K,) float32, or None.
+        class_weight: (K,) float32, or None; where ranks have shards of the vocabulary, of this rank's classes.
         scales: (2,) powers of two that d_input and the gradients of the head are multiplied by, or None.
     """
 
@@ -55,14 +55,14 @@ class Smoothing:
 
     @staticmethod
     def of(problem: Problem, head_rows: int, scales: Tensor | None) -> "Smoothing | None":
-        """Returns the smoothing of a call, None if it has none. Reads the head `head_rows` rows at a time."""
+        """Returns the smoothing of a call, None if it has none. Reads the head `head_rows` rows at a time. Where ranks
+        have shards of the vocabulary, they exchange the sums of their rows."""
         epsilon, classes, w = problem.spec.label_smoothing, problem.classes, problem.linear_weight
         dtype = problem.input.dtype  # of the operands of the logits
         if not epsilon:
             return None
-        class_weight, b = problem.class_weight, problem.linear_bias
-        ones = problem.row_weight.new_ones(classes)
-        weights = ones if class_weight is None else class_weight
+        class_weight, b, own = problem.class_weight, problem.linear_bias, slice(0, problem.local_classes)
+        weights = problem.class_weight_or_ones(own)
         mean_row = problem.row_weight.new_zeros(w.shape[1])
         for vocab_chunk in problem.vocab_chunks(head_rows):
             parts, power = _in_two(weights[vocab_chunk], dtype)
@@ -70,8 +70,11 @@ class Smoothing:
             if power is not None:
                 sums = sums.ldexp(power)
             mean_row += sums.view(-1, len(mean_row)).sum(0)  # of both halves of a split head
-        mean_bias = mean_row.new_zeros(()) if b is None else (weights * b[:classes].float()).sum() / classes
-        mean_weight = weights.sum() / classes
+        mean_bias = mean_row.new_zeros(()) if b is None else (weights * b[own].float()).sum() / classes
+        if problem.shard is not None:
+            sums = vocab_shard.all_sum(torch.cat([mean_row, mean_bias[None]]), problem.shard.group)
+            mean_row, mean_bias = sums[:-1], sums[-1]
+        mean_weight = mean_row.new_ones(()) if class_weight is None else class_weight.sum() / classes
         if class_weight is not None:
             class_weight = (1.0 - epsilon) * class_weight + epsilon * mean_weight
         spec = replace(problem.spec, label_smoothing=0.0)
@@ -81,7 +84,7 @@ class Smoothing:
             mean_row / classes,
             mean_bias,
             mean_weight,
-            problem.class_weight,
+            None if problem.class_weight is None else weights,
             scales,
         )
 

@@ -580,6 +580,16 @@ SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
     Mutation("core_triton/vocab_shard.py", "d_input.to(shard.dtype)", "d_input", TORCH_RANKS),
     Mutation("core_triton/shard_rows.py", "factor = tl.exp2(shift)", "factor = tl.exp2(0 * shift)", RANKS_BY_KERNELS),
+    Mutation("core_triton/smoothing.py", "if problem.shard is not None:", "if False:", RANKS_BY_KERNELS),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "target_logit=numbers.target_logit,\n                row_weight",
+        "target_logit=At(rows.target_logit, start),\n                row_weight",
+        RANKS_BY_KERNELS,
+    ),
+    Mutation(
+        "core_triton/shard_rows.py", "planes_of(of_own.statistics) * n", "planes_of(statistics) * n", RANKS_BY_KERNELS
+    ),
     Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "classes=1, grad_into", "classes=0, grad_into", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "vocab_shard.all_sum(logit, whole.shard.group)", "pass", RANKS_BY_KERNELS),

@@ -51,6 +51,10 @@ INTERPRETED = (
     "vocabulary:edge-token_loss-stats-logits80-bf16",
     "vocabulary:edge-logits80-mean-bf16",
     "vocabulary:edge-one_class-bf16",
+    "vocabulary:mean-fp16-zloss-scale-bias-weight-mask-skewed-ignored-axis1-head32-strided-n123",
+    "vocabulary:edge-logits80-mean-fp16",
+    "vocabulary:log_probs-fp16-padded-bias-skewed-ignored-axis1-tight-n50",
+    "vocabulary:edge-token_loss-stats-mean-fp16",
     "vocabulary:mean-fp32-zloss-padded-weight-skewed-axis1-n123",
 )
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
@@ -78,6 +82,17 @@ def test_four_ranks_give_the_loss_and_the_gradients_of_one(request_: str, printe
 @pytest.mark.programs(BY_KERNELS, seconds=15)
 @pytest.mark.parametrize("request_", INTERPRETED)
 def test_two_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
+    assert_passed(printed[request_])
+
+
+ON_A_GPU = tuple(request for request in INTERPRETED if "fp32" not in request and not request.startswith("check"))
+BY_A_GPU = python("torch_ranks.py", "2", "gpu", *ON_A_GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.programs(BY_A_GPU, seconds=60)
+@pytest.mark.parametrize("request_", ON_A_GPU)
+def test_two_ranks_on_a_gpu(request_: str, printed: Printed) -> None:
     assert_passed(printed[request_])
 
 

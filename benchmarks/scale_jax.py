@@ -1,0 +1,112 @@
+"""JAX's side of `benchmarks.scale_out`: one process for all GPUs, and `jax.shard_map` over a mesh of one axis."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_pallas
+from benchmarks.jax_bench import JaxBench
+from benchmarks.methods import describe
+from benchmarks.scale_out import BUDGET, Work, in_turns, row_of
+from benchmarks.shapes import Mode
+
+AXIS = "gpus"
+
+
+def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], None]) -> None:
+    """Measures each of `works`, which have the same number of GPUs, and calls `add` with what was measured."""
+    gpus = works[0].gpus
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast needs what not every container has
+    if device == "cpu":
+        jax.config.update("jax_num_cpu_devices", gpus)
+    bench = JaxBench(device)
+    if len(jax.devices()) < gpus:
+        raise RuntimeError(f"--gpus must be at most the number of GPUs, {len(jax.devices())}, got {gpus}")
+    versions = {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+    add({"device": f"{gpus} x {bench.device}" if bench.gpu else bench.device, "versions": versions})
+    for work in works:
+        try:
+            add(row_of(work, "jax", _measured(work, bench)))
+        except Exception as error:
+            traceback.print_exc()
+            about = {"framework": "jax", "form": work.form, **work.shape.of_row(), "gpus": work.gpus}
+            add(about | {"status": "failed", "note": describe(error)})
+        bench.release()
+
+
+def _measured(work: Work, bench: JaxBench) -> dict[str, Any]:
+    if work.form != "vocabulary":
+        raise NotImplementedError(f"--forms of jax must be vocabulary, got {work.form}")
+    problem: Any = bench.problem(replace(work.shape, n=work.all_tokens), "bfloat16", "peaked")
+    mesh = jax.make_mesh((work.gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[: work.gpus])
+    whole = problem.input, problem.weight, problem.target
+    specs = P(), P(AXIS), P()
+    arrays = [jax.device_put(one, NamedSharding(mesh, spec)) for one, spec in zip(whole, specs, strict=True)]
+
+    def of_shards(x: Array, w: Array, target: Array) -> Array:
+        options: dict[str, Any] = {"vocab_axis_name": AXIS, "memory_budget": BUDGET}
+        return jax_pallas.linear_cross_entropy(x, w, target, **options)
+
+    def of_one(x: Array, w: Array, target: Array) -> Array:
+        return jax_pallas.linear_cross_entropy(x, w, target, memory_budget=BUDGET)
+
+    gradients = jax.value_and_grad(of_shards, argnums=(0, 1))
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(P(), (P(), P(AXIS))))
+    several = jax.jit(mapped).lower(*arrays).compile()
+    single = jax.jit(jax.value_and_grad(of_one, argnums=(0, 1))).lower(*whole).compile()
+    analysis = several.memory_analysis()
+    assert analysis is not None
+    found = {
+        "workspace_bytes": analysis.temp_size_in_bytes,
+        "device_bytes": None,
+        "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS"),
+        **_errors(problem, several(*arrays)[1], single(*whole)[1]),
+    }
+    problem.forget()
+
+    def timed(run: Callable[[], Any]) -> Callable[[int], float]:
+        def block(calls: int) -> float:
+            jax.block_until_ready(run())
+            start, results = time.perf_counter(), None
+            for _ in range(calls):
+                results = run()
+                if not bench.gpu:  # XLA's threads for CPU devices would wait for each other's calls
+                    jax.block_until_ready(results)
+            jax.block_until_ready(results)
+            return 1000 * (time.perf_counter() - start) / calls
+
+        return block
+
+    blocks = timed(lambda: several(*arrays)), timed(lambda: single(*whole))
+    counts = []
+    for block in blocks:
+        block(max(1, round(1000 * work.warmup / block(2))))
+        counts.append(max(1, round(1000 * work.seconds / block(2))))
+    return found | in_turns(work, *blocks, (counts[0], counts[1]))
+
+
+def _errors(problem: Any, of_shards: tuple[Array, Array], of_one: tuple[Array, Array]) -> dict[str, float]:
+    """Returns the errors of d_input and d_weight, of all GPUs and of one."""
+    _, *exact = problem.reference(Mode("train"))
+    found = {}
+    for prefix, gradients in (("", of_shards), ("one_gpu_", of_one)):
+        for name, gradient, one in zip(("d_input", "d_weight"), gradients, exact, strict=True):
+            gathered = jnp.asarray(np.asarray(gradient)) if prefix == "" else gradient
+            found[f"{prefix}err_{name}"] = float(_error(gathered, one))
+    return found
+
+
+@jax.jit
+def _error(gradient: Array, exact: Array) -> Array:
+    return jnp.linalg.norm((gradient.astype(jnp.float32) - exact).ravel()) / jnp.linalg.norm(exact.ravel())

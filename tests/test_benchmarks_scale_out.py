@@ -1,0 +1,97 @@
+"""benchmarks.scale_out on two CPU processes or devices, and its arithmetic."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.scale_model import SIZES, Link, agrees, band, fit, predict
+from benchmarks.scale_out import FORMS, Work, in_turns, line, row_of
+from benchmarks.shapes import SHAPES
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = ["--device", "cpu", "--shapes", "smoke", "--rounds", "2", "--seconds", "0.01", "--warmup", "0.01"]
+
+
+def work_of(form: Any, gpus: int = 2) -> Work:
+    return Work(form, SHAPES["smoke"], gpus, rounds=4, seconds=0.1, warmup=0.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_efficiency_is_the_rate_of_a_gpu_relative_to_one_alone(form: str) -> None:
+    times = {"blocks": [5.0, 6.0, 4.0], "one_gpu_blocks": [10.0, 9.0, 8.0]}
+    row = row_of(work_of(form), "torch", {**times, "workspace_bytes": 1})
+    assert (row["ms"], row["one_gpu_ms"], row["speedup"]) == (5.0, 9.0, 2.0)
+    assert row["efficiency"] == (1.0 if form == "vocabulary" else 2.0)
+    assert work_of(form).all_tokens == SHAPES["smoke"].n * (1 if form == "vocabulary" else 2)
+
+
+def test_rounds_alternate_in_order() -> None:
+    order: list[str] = []
+
+    def run(name: str) -> Any:
+        return lambda calls: order.append(name) or float(calls)
+
+    found = in_turns(work_of("vocabulary"), run("several"), run("one"), (3, 5))
+    assert order == ["several", "one", "one", "several"] * 2
+    assert found == {"blocks": [3.0] * 4, "one_gpu_blocks": [5.0] * 4}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_row_is_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
+    """In a process of its own, because JAX's number of devices is fixed when it starts."""
+    path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, "--forms", "vocabulary"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *OPTIONS, "--json", str(path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [row] = json.loads(path.read_text())["rows"]
+    assert line(row) in done.stdout
+    assert (row["framework"], row["form"], row["gpus"]) == (framework, "vocabulary", 2)
+    for name in ("err_d_input", "err_d_weight"):
+        assert 0 < row[name] <= 1.01 * row[f"one_gpu_{name}"] < 4e-3
+
+
+LINK = Link(0.02, 3e8)
+
+
+def transfers(link: Link = LINK) -> list[tuple[float, float]]:
+    return [(size, link.latency_ms + size / link.bytes_per_ms) for size in map(float, SIZES)]
+
+
+def test_the_model_finds_latency_and_bandwidth() -> None:
+    assert fit(transfers()) == pytest.approx(LINK, rel=0.02)
+
+
+def test_the_band_is_from_hidden_to_exposed_communication() -> None:
+    hidden, exposed = band(10.0, chunks=2, reduced_bytes=6 * 10**8, ranks=4, link=LINK)
+    assert hidden == pytest.approx(10.1)
+    assert exposed == pytest.approx(10.1 + 1.5 * 2)
+    assert agrees(9.9, (hidden, exposed))
+    assert agrees(13.4, (hidden, exposed))
+    assert not agrees(9.7, (hidden, exposed))
+    assert not agrees(13.6, (hidden, exposed))
+
+
+def test_more_gpus_are_predicted_only_if_two_agree() -> None:
+    parts = [
+        {"kind": "compute", "shape": "smoke", "ranks": ranks, "chunks": 1, "ms": ms}
+        for ranks, ms in ((2, 5.0), (4, 2.5))
+    ]
+    links = [{"kind": "all-reduce", "bytes": size, "ms": ms} for size, ms in transfers()]
+    row = {"framework": "torch", "form": "vocabulary", "gpus": 2, "status": "ok", "shape": "smoke", "one_gpu_ms": 9.8}
+    assert "smoke: two GPUs were not measured" in predict(parts + links, [])[1]
+    assert "4 GPUs 2.56 to 2.56 ms" in predict(parts + links, [row | {"ms": 5.1}])[1]
+    assert "they disagree" in predict(parts + links, [row | {"ms": 6.0}])[1]
+    assert predict(parts, [row]) == ["no row of kind all-reduce: run `collectives` on two GPUs"]
