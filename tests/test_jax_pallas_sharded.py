@@ -403,6 +403,7 @@ def test_on_several_devices(name: str, failures: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_every_case(name: str) -> None:
     """In a process for each form, because one takes minutes."""
