@@ -162,8 +162,8 @@ def run_global(
         name: jax.device_put(value, NamedSharding(mesh, specs.get(name, P() if value.ndim == 0 else rows)))
         for name, value in operands.items()
     }
+    options = {"memory_budget": small_budget(case, mesh, gather)} | options
     keywords = options_of(case, "chunked") | {"vocab_axis": case.vocab_axis, "gather": gather} | options
-    keywords = {"memory_budget": small_budget(case, mesh, gather)} | keywords
     with jax.set_mesh(mesh):
         found = exported(case, jax.jit(lambda operands: outputs_of_call(case, package, operands, keywords))(placed))
     if case.grad_into and not is_scalar(case):
