@@ -127,7 +127,7 @@ def _dimensions(x: Any, w: Any) -> list[Dimension]:
 
 def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
     """Runs a call of a DTensor input and head."""
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     given = bound.arguments
     x, w = given["input"], given["linear_weight"]
@@ -149,10 +149,10 @@ def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, 
             found = _with_all_tokens(function, local, of_tokens.group, reduction, classes)
             placements = x.placements if reduction == "none" else [Replicate()] * mesh.ndim
             return _wrapped(found, mesh, placements, x.shape[:-1] if reduction == "none" else None)
-        for name in OF_HEAD:
-            if local.get(name) is not None:
-                local[name] = gathered_head(local[name], of_tokens.group, w.shape[0], mean=False)
-        of_classes = None
+        found = _of_gathered_head(function, local, of_tokens.group, w.shape[0], reduction, mean=False)
+        if reduction == "none":
+            return _wrapped(found, mesh, x.placements, x.shape[:-1])
+        return _whole_loss(found, of_tokens.group, mesh)
     elif of_tokens is not None:
         for name in OF_HEAD:
             if local.get(name) is not None:
@@ -163,11 +163,15 @@ def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, 
         return _wrapped(_call(function, local), mesh, [Replicate()] * mesh.ndim)
     if reduction == "none":
         return _wrapped(_call(function, local), mesh, x.placements, x.shape[:-1])
-    ranks = of_tokens.group.size()
-    loss = _call(function, local, token_group=of_tokens.group)  # times the ranks: `token_group` is for means over ranks
-    return DTensor.from_local(
-        cast(Tensor, _Summed.apply(loss / ranks, of_tokens.group)), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
+    return _whole_loss(_call(function, local, token_group=of_tokens.group), of_tokens.group, mesh)
+
+
+def _whole_loss(loss: Tensor, group: "dist.ProcessGroup", mesh: Any) -> Any:
+    """Returns the loss of all tokens, given that of a rank's with `token_group`, which is times the ranks."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    total = cast(Tensor, _Summed.apply(loss / group.size(), group))
+    return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[str, Any]:
@@ -228,21 +232,76 @@ def _head_of_fsdp(function: Callable[..., Any], bound: inspect.BoundArguments, g
         )
     if given.get("vocab_group") is not None:
         raise ValueError("vocab_group must be None with a DTensor linear_weight")
+    others = [place for place in w.placements if place not in (Shard(0), Replicate())]
+    sharded = [index for index, place in enumerate(w.placements) if place == Shard(0)]
+    if others or len(sharded) > 1:
+        raise ValueError(f"linear_weight must be Shard(0) on one dimension of its mesh, got {w.placements}")
+    local = dict(given)
     for name in OF_HEAD:
         one = given.get(name)
         if one is None:
             continue
         if not is_dtensor(one) or one.placements != w.placements:
             raise ValueError(f"{name} must be a DTensor with the placements of linear_weight, got {one}")
-        sharded = [index for index, place in enumerate(one.placements) if place == Shard(0)]
-        others = [place for place in one.placements if place not in (Shard(0), Replicate())]
-        if others or len(sharded) > 1:
-            raise ValueError(f"{name} must be Shard(0) on one dimension of its mesh, got {one.placements}")
-        local = one.to_local()
-        if sharded:
-            local = gathered_head(local, one.device_mesh.get_group(sharded[0]), one.shape[0], mean=True)
-        given[name] = local
-    return _call(function, given)
+        local[name] = one.to_local()
+    if not sharded:
+        return _call(function, local)
+    reduction = local.get("reduction", "mean")
+    return _of_gathered_head(function, local, w.device_mesh.get_group(sharded[0]), w.shape[0], reduction, mean=True)
+
+
+def _of_gathered_head(
+    function: Callable[..., Any],
+    local: dict[str, Any],
+    group: "dist.ProcessGroup",
+    rows: int,
+    reduction: str,
+    *,
+    mean: bool,
+) -> Any:
+    """Runs a call on this rank's tokens and the whole head, of which it has a shard. The gradient of the head is the
+    sum of those of all ranks, or with `mean`, for FSDP2, their mean. Without it the call has the group as
+    `token_group`, unless its reduction is "none"."""
+    if not mean and reduction != "none":
+        local = local | {"token_group": group}
+    shards: list[Any] = [local.get(name) for name in OF_HEAD]
+    plain = function.__name__ == "linear_cross_entropy" and local["input"].dtype != torch.float16
+    if plain and reduction != "none" and torch.is_grad_enabled() and shards[0].requires_grad:
+        call = function, local, group, rows, mean
+        return _LossOfGatheredHead.apply(call, local["input"], *shards)
+    for name, shard in zip(OF_HEAD, shards, strict=True):
+        if shard is not None:
+            local[name] = gathered_head(shard, group, rows, mean=mean)
+    return _call(function, local)
+
+
+class _LossOfGatheredHead(torch.autograd.Function):
+    """The gradients exist when the forward pass ends. So the head is gathered once, and its gradient, which the call
+    adds up in float32, is scattered there and rounded once. The backward pass multiplies what a rank keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        function, local, group, rows, mean = call
+        _, of_input, _, of_bias = ctx.needs_input_grad
+        with torch.enable_grad():
+            x = input.detach().requires_grad_(of_input)
+            head = _all_rows(weight.detach(), group, rows).requires_grad_()
+            whole_bias = None if bias is None else _all_rows(bias.detach(), group, rows).requires_grad_(of_bias)
+            total = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+            arrays = {"input": x, "linear_weight": head, "linear_bias": whole_bias, "grad_into": total}
+            loss = _call(function, local | arrays)
+            leaves = [one for one in (x, whole_bias) if one is not None and one.requires_grad]
+            gradients = list(torch.autograd.grad(loss, leaves)) if leaves else []
+        d_input = gradients.pop(0) if of_input else None
+        d_bias = None
+        if bias is not None and of_bias:
+            d_bias = _own_rows(gradients.pop(0), group, bias, mean=mean)
+        ctx.save_for_backward(d_input, _own_rows(total, group, weight, mean=mean), d_bias)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *(None if one is None else (one * d_loss).to(one.dtype) for one in ctx.saved_tensors)
 
 
 def _sequence_parallel(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
@@ -338,23 +397,36 @@ def gathered_head(local: Tensor, group: "dist.ProcessGroup", rows: int, *, mean:
 class _GatheredHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Any, rows: int, mean: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.mean, ctx.rows, most = group, mean, len(local), -(-rows // group.size())
-        if len(local) < most:
-            local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])
-        return vocab_shard.gather(local.contiguous(), group.size(), group.group_name)[:rows]
+        ctx.group, ctx.mean = group, mean
+        ctx.save_for_backward(local)
+        return _all_rows(local, group, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        group, dtype = ctx.group, gradient.dtype
-        ranks = group.size()
-        most = -(-len(gradient) // ranks)
-        if len(gradient) < ranks * most:
-            gradient = torch.cat([gradient, gradient.new_zeros(ranks * most - len(gradient), *gradient.shape[1:])])
-        own = torch.empty(most, *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
-        dist.reduce_scatter_tensor(own, gradient.float().contiguous(), group=group)
-        if ctx.mean:
-            own /= ranks
-        return own[: ctx.rows].to(dtype), None, None, None
+        return _own_rows(gradient, ctx.group, ctx.saved_tensors[0], mean=ctx.mean), None, None, None
+
+
+def _all_rows(local: Tensor, group: "dist.ProcessGroup", rows: int) -> Tensor:
+    """Returns the rows of all ranks, which `torch.chunk` divides."""
+    most = -(-rows // group.size())
+    if len(local) < most:
+        local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])
+    return vocab_shard.gather(local.contiguous(), group.size(), group.group_name)[:rows]
+
+
+def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", like: Tensor, *, mean: bool) -> Tensor:
+    """Returns this rank's rows of the sum of the ranks' gradients, or of their mean, with the rows and dtype of `like`.
+    They are added in float32."""
+    ranks = group.size()
+    most = -(-len(gradient) // ranks)
+    gradient = gradient.float()
+    if len(gradient) < ranks * most:
+        gradient = torch.cat([gradient, gradient.new_zeros(ranks * most - len(gradient), *gradient.shape[1:])])
+    own = torch.empty(most, *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
+    dist.reduce_scatter_tensor(own, gradient.contiguous(), group=group)
+    if mean:
+        own /= ranks
+    return own[: len(like)].to(like.dtype)
 
 
 class _Shared(torch.autograd.Function):
