@@ -1,7 +1,7 @@
 """What `explain` returns: which implementation a call runs, why, and the plan of the call."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ def explained(
     with_entropy: bool,
     batch_invariant: bool,
     device: str | None,
-    vocab_axis_name: str | None,
+    vocab_axis_name: str | Sequence[str] | None,
 ) -> Explanation:
     """Returns the implementation and the plan of a call: the arguments are those of `linear_ce.explain`."""
     reduction = spec.reduction
@@ -74,7 +74,7 @@ def explained(
     if device is not None:
         capability, multiprocessors, *_ = gpu_named(device)
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
-    chosen, info = choose(input, linear_weight, vocab_axis, implementation, gpu, vocab_axis_name)
+    chosen, info = choose(input, linear_weight, vocab_axis, implementation, gpu, vocab_axis_name is not None)
     tokens = math.prod(input.shape[:-1])
     flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
     classes = spec.classes(linear_weight.shape[vocab_axis])
