@@ -575,6 +575,7 @@ JAX_SCALE = tests("jax_pallas_scale", "refused")
 JAX_TOKEN_AXES = tests("jax_pallas_scale", "tokens")
 RANKS_BY_KERNELS = tests("core_triton_scale", "by_the_kernels")
 JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
+JAX_SUMS = tests("jax_pallas_sharded", "sums")
 JAX_SHARDED = tests("jax_pallas_sharded", "fsdp or rule")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
@@ -631,8 +632,9 @@ SCALE = (
         "pass",
         tests("jax_pallas_sharded", "fsdp and head"),
     ),
-    Mutation("jax_pallas/sharded.py", "into + lax.psum(total, into_axes)", "into + total", JAX_SHARDED),
-    Mutation("jax_pallas/sharded.py", "into + lax.psum(of_devices, axes)", "lax.psum(of_devices, axes)", JAX_SHARDED),
+    Mutation("jax_pallas/sharded.py", "into + lax.psum(total, into_axes)", "into + total", JAX_SUMS),
+    Mutation("jax_pallas/sharded.py", "into + lax.psum(of_devices, axes)", "lax.psum(of_devices, axes)", JAX_SUMS),
+    Mutation("jax_pallas/gathering.py", "grad_into + lax.psum_scatter(", "lax.psum_scatter(", JAX_SUMS),
     Mutation("jax_pallas/sharded.py", "if name not in tokens)", "if name)", tests("jax_pallas_sharded", "explicit")),
     Mutation("jax_pallas/primitives.py", "axes.varying - _vocab_axes(static)", "axes.varying", JAX_SHARDS),
     Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),

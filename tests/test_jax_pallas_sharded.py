@@ -220,6 +220,20 @@ def check_programs() -> None:
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(empty))
 
 
+def check_sums(gather: str) -> None:
+    """The sum of grad_into is grad_into, of the size of the gradient, plus the gradient of all tokens."""
+    x, w, y, b = given()
+    into = jnp.linspace(-1.0, 2.0, w.size).reshape(w.shape) / 100
+    loss = partial(sharded_loss, mesh=mesh_of(data=2, fsdp=2), gather=gather, **AXES)
+    want = into + jax.grad(whole_loss, 1)(x, w, y, b)
+    assert_close(jax.jit(loss)(x, w, y, b, grad_into=into)[1], want)
+
+    def of_rows(x: Array, into: Array) -> Array:
+        return loss(x, w, y, b, grad_into=into, reduction="none").mean()
+
+    assert_close(jax.jit(jax.grad(of_rows, 1))(x, into), want)
+
+
 def check_closure() -> None:
     """A token loss that closes over numbers that are traced, also on explicit axes."""
     x, w, y, _ = given()
@@ -385,6 +399,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "shard_map, head": partial(check_within_shard_map, "head", data=2, fsdp=2),
     "shard_map, rule": partial(check_within_shard_map, None, fsdp=4),
     "programs": check_programs,
+    "sums, tokens": partial(check_sums, "tokens"),
+    "sums, head": partial(check_sums, "head"),
     "closure": check_closure,
     "explicit axes": check_explicit_axes,
     "exchange": check_what_devices_exchange,
@@ -406,6 +422,7 @@ def test_on_several_devices(name: str, failures: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_every_case(name: str) -> None:
     """In a process for each form, because one takes minutes."""
