@@ -79,6 +79,18 @@ def devices_of(
     return devices._replace(vocab_axis=vocab_axis_name, shards=lax.axis_size(vocab_axis_name), reduce_dtype=dtype)
 
 
+USUAL_SHARDS = 8  # devices of a host
+
+
+def shards_of(vocab_axis_name: str) -> int:
+    """Returns among how many devices an axis divides the vocabulary, or USUAL_SHARDS where no `jax.shard_map` is around
+    the call."""
+    try:
+        return lax.axis_size(vocab_axis_name)
+    except NameError:
+        return USUAL_SHARDS
+
+
 def check_axis(argument: str, name: str) -> None:
     """Raises ValueError if `name` is no axis that a `jax.shard_map` around the call maps, with check_vma=True."""
     try:

@@ -718,7 +718,7 @@ def explain(
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
         vocab_axis_name: as given to the call. linear_weight and grad_into are the shards of one device, of which all
-            rows count as classes: vocab_size is not used.
+            rows count as classes: vocab_size is not used. Outside of `jax.shard_map` the plan is that of 8 devices.
 
     Raises:
         TypeError: a dtype that is not admitted.

@@ -611,9 +611,10 @@ def make_problem(
         # Where no implementation is named, it is known only when the call is lowered.
         batch_invariant=options.batch_invariant and (options.implementation, lowering) != (None, None),
     )
+    check_shard(options.implementation, plan)
     problem = replace(problem, plan=plan)
     if lowering is not None and not (options.devices.replicated or is_one_chunk(problem)):
-        launch.check_devices(implementation, lowering.devices)
+        launch.check_devices(plan.implementation, lowering.devices)
     return problem
 
 
@@ -649,8 +650,16 @@ def plan_for(
         grad_into=problem.grad_into is not None,
         splits_head=problem.spec.splits_head,
         batch_invariant=batch_invariant,
+        shards=0 if problem.devices.vocab_axis is None else problem.devices.shards,
+        pads_shards=problem.masks_classes,
     )
     return make_plan(key)
+
+
+def check_shard(named: str | None, plan: ExecutionPlan) -> None:
+    """Raises ValueError if a call names an implementation that cannot serve its shard of the vocabulary."""
+    if named is not None and plan.why_chunked is not None:
+        raise ValueError(f"implementation {named!r} cannot serve this call: {plan.why_chunked}")
 
 
 def tiles_of(plan: ExecutionPlan) -> chunked.Tiles:
