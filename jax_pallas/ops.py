@@ -204,9 +204,10 @@ def log_probs_rule(options: Options, *arrays: Array) -> Arrays:
 
 def log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    # Refuses what one of the passes could not do. With batch_invariant it differentiates log_prob only.
+    # Refuses what one of the passes could not do. With batch_invariant, or by kernels with a shard of the vocabulary,
+    # it differentiates log_prob only.
     backward = partial(make_problem, "gradients", options, arrays, needs_grad, entropy=True)
-    if options.batch_invariant:
+    if options.batch_invariant or options.devices.vocab_axis is not None:
         backward = partial(make_problem, "row_gradients", options, arrays, needs_grad)
     plan_passes(backward, partial(forward_problem, options, arrays))
     log_prob, entropy, lse = log_probs_rule(options, *arrays)

@@ -217,7 +217,10 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     plan = _any_plan(key if chunked is None else key._replace(implementation="chunked"))
     if of_shard and plan.path != "scaled_exp":
         if chunked is None:
-            chunked = plan.why_chunked or "the kernels would compute the logits of a shard of the vocabulary twice"
+            into = " with grad_into" if key.grad_into else ""
+            rows = key.linear_weight.shape[key.vocab_axis]
+            chunked = f"{key.implementation!r} takes no shard of {rows} rows of the vocabulary (vocab_axis_name){into}"
+            chunked = plan.why_chunked or chunked
             plan = make_plan(key._replace(implementation="chunked"))
         return replace(plan, why_chunked=chunked)
     why = why_variant(key, plan) if key.batch_invariant else None
@@ -473,5 +476,5 @@ def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
     except ValueError:  # recomputing takes less memory
         return None
     tokens = key.input.shape[0]
-    enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight else 0
+    enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight and not key.shards else 0
     return plan if plan.path == "scaled_exp" and plan.scaled_exp_config.usual_rows(tokens) >= enough else None

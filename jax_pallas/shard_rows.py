@@ -3,10 +3,10 @@
 All devices have the same rows, and a device computes the exponentials of its own classes. The devices exchange three
 times:
 
-    before the first chunk     one number a row, its reference exponent by the target's logit, 0 from the devices that do
+    before the first chunk     one number a row, its reference exponent by the target's logit, 0 from devices that do
                                not have the target. So all begin with the same reference exponents
-    for each chunk             four numbers a row: the sum of the exponentials, the reference exponent, which a repair may
-                               have changed, and the target's summand and logit; and the statistics of its logits. All
+    for each chunk             four numbers a row: the sum of the exponentials, the reference exponent, which repairs
+                               may have changed, the target's summand and logit; and the statistics of its logits. All
                                devices add them in the same order, so they have the same results, bit for bit
     for each chunk             the sum of d_input over the devices, while each adds to its own d_weight
 """
