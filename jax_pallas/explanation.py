@@ -118,7 +118,7 @@ def explained(
     if stage == "row_gradients":  # the losses run in the forward pass
         passes.append(planned(without_gradients, NO_GRADIENTS))
     plan = plan_passes(*passes)
-    ops.check_shard(implementation, plan)
+    plan.check_named(implementation)
     if plan.why_chunked is not None:
         chosen = Implementation(plan.implementation, plan.why_chunked)
     return Explanation(*chosen, plan)

@@ -612,7 +612,7 @@ def make_problem(
         # Where no implementation is named, it is known only when the call is lowered.
         batch_invariant=options.batch_invariant and (options.implementation, lowering) != (None, None),
     )
-    check_shard(options.implementation, plan)
+    plan.check_named(options.implementation)
     problem = replace(problem, plan=plan)
     if lowering is not None and not (options.devices.replicated or is_one_chunk(problem)):
         launch.check_devices(plan.implementation, lowering.devices)
@@ -655,12 +655,6 @@ def plan_for(
         pads_shards=problem.masks_classes,
     )
     return make_plan(key)
-
-
-def check_shard(named: str | None, plan: ExecutionPlan) -> None:
-    """Raises ValueError if a call names an implementation that cannot serve its shard of the vocabulary."""
-    if named is not None and plan.why_chunked is not None:
-        raise ValueError(f"implementation {named!r} cannot serve this call: {plan.why_chunked}")
 
 
 def tiles_of(plan: ExecutionPlan) -> chunked.Tiles:

@@ -121,6 +121,11 @@ class ExecutionPlan:
     batch_invariant: bool = False
     why_chunked: str | None = None
 
+    def check_named(self, implementation: str | None) -> None:
+        """Raises ValueError if a call names an implementation that cannot serve its shard of the vocabulary."""
+        if implementation is not None and self.why_chunked is not None:
+            raise ValueError(f"implementation {implementation!r} cannot serve this call: {self.why_chunked}")
+
     @property
     def chunk_config(self) -> ChunkConfig:
         """The chunks of every path but "scaled_exp"."""
@@ -169,7 +174,7 @@ def smoothing_is_linear(key: PlanKey) -> bool:
     return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
-def why_shards_are_chunked(key: PlanKey) -> str | None:
+def _why_shards_are_chunked(key: PlanKey) -> str | None:
     """Returns why no kernels run a call in which devices have shards of the vocabulary, a sentence, or None."""
     x, w = key.input, key.linear_weight
     if x.dtype != "bfloat16":
@@ -213,7 +218,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             batch-invariant and is not.
     """
     of_shard = key.shards > 0 and key.implementation != "chunked"
-    chunked = why_shards_are_chunked(key) if of_shard else None
+    chunked = _why_shards_are_chunked(key) if of_shard else None
     plan = _any_plan(key if chunked is None else key._replace(implementation="chunked"))
     if of_shard and plan.path != "scaled_exp":
         if chunked is None:

@@ -683,11 +683,11 @@ def _part_of_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, r
     """Returns the part (n, D) float32 of a chunk's rows of d_input by the classes of this shard: a term of (54)."""
     plan, w, part = plan_of(problem), problem.linear_weight, Slice(chunk.start, len(rho), None)
     if plan.d_input_kernel:
-        from jax_pallas import hopper_gradients
+        from jax_pallas import hopper_input_sums
 
         most = plan.scaled_exp_config.d_input_bytes
         shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": most}
-        sums = hopper_gradients.d_input_sums(e, w, rows=len(rho), **shared)
+        sums = hopper_input_sums.d_input_sums(e, w, rows=len(rho), **shared)
     else:
         sums = times_head(problem, e, len(rho))
     assert rows.theta is not None

@@ -510,7 +510,7 @@ TOKEN_STATS = (
     ),
     Mutation(
         "jax_pallas/row_kernels.py",
-        "repaired = repaired & leaves_range(total)",
+        "repaired = repaired & leaves_range(total, of_row)",
         "pass",
         tests("jax_pallas_token_loss", "bit_for_bit"),
     ),
@@ -892,7 +892,7 @@ SAVED_ROWS = (
         JAX_SAVED,
     ),
     Mutation(
-        "jax_pallas/scaled_exp.py",
+        "jax_pallas/row_statistics.py",
         "exp_logs[:, :n] - shift * sums[:, :n]",
         "exp_logs[:, :n]",
         tests("jax_pallas_saved", "kernels_are_within"),
