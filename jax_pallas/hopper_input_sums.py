@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas.hopper_common import STAGES, as_roles, make_ring, programs, ring_barriers, run_kernel, two_views, views
+from jax_pallas import hopper_common
+from jax_pallas.hopper_common import STAGES, as_roles, make_ring, ring_barriers, run_kernel, two_views, views
 from jax_pallas.hopper_gradients import DInputKernel, d_input_warpgroup, load_d_input
 from jax_pallas.input_grad import SumsIO, sum_of_parts_kernel
 from jax_pallas.tile_config import D_BLOCK, STEP, SplitKSchedule, cdiv, choose_schedule
@@ -21,7 +22,8 @@ def d_input_sums_kernel(kernel: DInputKernel, e_ref: Any, w_ref: Any, sums_ref: 
     """Does what `d_input_kernel` does, but writes the sums of whole tiles, (columns, rows) of the tiles."""
     part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
     w_all, e_all, full, empty = rest
-    ring = make_ring(*(views(ref, interpret=kernel.interpret) for ref in (w_all, e_all)), full, empty)
+    w_views, e_views = (views(ref, interpret=kernel.interpret) for ref in (w_all, e_all))
+    ring = make_ring(w_views, e_views, full, empty)
     warpgroup = lax.axis_index("warpgroup")
     load = partial(load_d_input, kernel, ring, None, w_ref, e_ref, None)
     multiply_units = partial(d_input_warpgroup, kernel, ring, None, None, warpgroup, SumsIO(sums_ref), part_ref)
@@ -47,7 +49,7 @@ def d_input_sums(
         rows: of e.
     """
     hidden = w.shape[1 - vocab_axis]
-    schedule = schedule or choose_schedule(rows, hidden, classes, most, programs())
+    schedule = schedule or choose_schedule(rows, hidden, classes, most, hopper_common.programs())
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
     kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, False, interpret)
     # The accumulators are columns by rows. XLA transposes them where it multiplies them by rho.
@@ -58,7 +60,7 @@ def d_input_sums(
     ]
     parts = (schedule.partial_tiles, D_BLOCK, schedule.tile_rows)
     results = [jax.ShapeDtypeStruct(parts, jnp.float32)] if schedule.partial_tiles else []
-    scratch, grid = [*rings, *ring_barriers(3)], (programs(),)
+    scratch, grid = [*rings, *ring_barriers(3)], (hopper_common.programs(),)
     found = run_kernel(
         partial(d_input_sums_kernel, kernel), "d_input_sums", (e, w, ref), results, scratch, grid, interpret
     )

@@ -139,19 +139,20 @@ def d_input_sum_kernel(
         low = rest[0], views(rest[-1], interpret=kernel.interpret)
         rest = rest[1:-1]
     buffers, came = rest
+    place = added_parts(kernel, part_ref)
     moved, buffers = views(buffers, interpret=kernel.interpret)
     io = DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low, smooth=smooth)
-    add_parts(kernel, part_ref, io)
+    finish(io, *place)
     plgpu.wait_smem_to_gmem(0)
 
 
 def sum_of_parts_kernel(kernel: "DInputKernel", part_ref: Any, sums_ref: Any) -> None:
     """Does what `d_input_sum_kernel` does, but writes the sums of `SumsIO`."""
-    add_parts(kernel, part_ref, SumsIO(sums_ref))
+    finish(SumsIO(sums_ref), *added_parts(kernel, part_ref))
 
 
-def add_parts(kernel: "DInputKernel", part_ref: Any, io: DInputIO | SumsIO) -> None:
-    """Adds the partial tiles of this program's piece of a split tile, in order, and finishes it."""
+def added_parts(kernel: "DInputKernel", part_ref: Any) -> tuple[Array, Any, Any]:
+    """Returns the sum of the partial tiles of this program's piece of a split tile, in order, and where it is."""
     schedule, piece = kernel.schedule, kernel.piece
     warpgroup, index, i = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_index("piece")
     row, d = kernel.tile_at(schedule.full_waves * hopper_common.programs() + index)
@@ -173,4 +174,4 @@ def add_parts(kernel: "DInputKernel", part_ref: Any, io: DInputIO | SumsIO) -> N
 
             split = index >= schedule.split_tiles - schedule.last_tails
             total = lax.fori_loop(1, jnp.where(split, schedule.tail_factor, 1), add, total)
-    finish(io, total, row + i * piece, d + warpgroup * HALF)
+    return total, row + i * piece, d + warpgroup * HALF
