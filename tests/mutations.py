@@ -575,6 +575,7 @@ JAX_SCALE = tests("jax_pallas_scale", "refused")
 JAX_TOKEN_AXES = tests("jax_pallas_scale", "tokens")
 RANKS_BY_KERNELS = tests("core_triton_scale", "by_the_kernels")
 JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
+JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
     Mutation("core_triton/vocab_shard.py", "d_input.to(shard.dtype)", "d_input", TORCH_RANKS),
@@ -602,6 +603,36 @@ SCALE = (
         "d_input = vocab_shard.sum_of_d_input(problem.shard, d_input)",
         "pass",
         TORCH_RANKS,
+    ),
+    Mutation(
+        "jax_pallas/shard_rows.py",
+        '(merged["exp_logs"] + shift * LN_2 * totals)',
+        'merged["exp_logs"]',
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/row_kernels.py",
+        "mask=inside) - ref_exponent)",
+        "mask=inside) * 0)",
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/row_kernels.py",
+        "theta = jnp.where(is_class, theta, 0.0)",
+        "pass",
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/row_kernels.py",
+        "least = jnp.where(ref_exponent == 0, LEAST_SUM, -1.0)",
+        "pass",
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "total = vocab_shard.sum_of_d_input(of_shard.problem.devices, part)",
+        "total = part",
+        JAX_SHARDS_BY_KERNELS,
     ),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axis) * rows", "0 * rows", JAX_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
 
 from jax_pallas.linear_ce import explain, linear_cross_entropy, linear_log_probs, linear_token_loss_with_stats
+from jax_pallas.row_kernels import leaves_range
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.cases import Case
@@ -121,6 +122,8 @@ def check_confident() -> None:
     others = np.delete(logits, 7) - logits[7]
     assert others.max() < -150
     np.testing.assert_allclose(found, np.log1p(np.exp(others).sum()), rtol=1e-5, atol=1e-38)
+    total = jnp.asarray([0.0, 0.0, 2.0**60])
+    assert leaves_range(total, jnp.asarray([5.0, 0.0, 5.0])).tolist() == [False, True, True]
 
 
 def check_exchange() -> None:
