@@ -385,7 +385,7 @@ def check_errors() -> None:
         gather="head",
     )
     kernels = {"vocab_axis_name": "fsdp", "implementation": "pallas_triton"}
-    refused("linear_weight is a shard of the vocabulary", divided, **kernels, gather="tokens")
+    refused("the kernels take no shard of the vocabulary", divided, **kernels, gather="tokens")
 
 
 CHECKS: dict[str, Callable[[], None]] = {
