@@ -16,7 +16,6 @@ from jax_pallas.gathering import whole_head
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.primitives import varying
 from jax_pallas.token_losses import Named
-from jax_pallas.vocab_shard import ONLY_CHUNKED
 from linear_ce.spec import (
     ArrayInfo,
     LossSpec,
@@ -45,20 +44,16 @@ def choose(
     vocab_axis: int,
     implementation: str | None,
     gpu: DeviceInfo | None,
-    divided: bool = False,
 ) -> tuple[Implementation, DeviceInfo]:
-    """Returns the implementation of a call and why it is that, and the device: `gpu`, or input's if None.
-    `divided`: devices divide the vocabulary."""
+    """Returns the implementation of a call and why it is that, and the device: `gpu`, or input's if None."""
     platform = launch.traced_platform(input) if gpu is None else gpu.type
     capability = launch.known_capability(platform) if gpu is None else divmod(gpu.capability, 10)
     symbolic = launch.symbolic_limits(input.shape)
     if implementation is not None:
-        _check_implementation(implementation, input, linear_weight, vocab_axis, divided=divided)
+        _check_implementation(implementation, input, linear_weight, vocab_axis)
         if gpu is not None and (obstacle := launch.device_limits(implementation, gpu.type, capability)) is not None:
             raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
         chosen = Implementation(implementation, "asked for by name")
-    elif divided:
-        chosen = Implementation("chunked", ONLY_CHUNKED)
     elif symbolic is not None:
         chosen = Implementation("chunked", symbolic)
     else:
@@ -71,15 +66,12 @@ def _shape(input: Array, linear_weight: Any, vocab_axis: int) -> tuple[Any, int,
     return input.dtype, input.shape[-1], linear_weight.shape[vocab_axis], vocab_axis
 
 
-def _check_implementation(
-    implementation: str, input: Array, linear_weight: Any, vocab_axis: int, *, divided: bool
-) -> None:
+def _check_implementation(implementation: str, input: Array, linear_weight: Any, vocab_axis: int) -> None:
     """Raises ValueError if it is no implementation, or cannot serve these shapes and dtypes."""
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     obstacle = launch.limits(implementation, *_shape(input, linear_weight, vocab_axis))
     if implementation != "chunked":
         obstacle = launch.symbolic_limits(input.shape) or obstacle
-        obstacle = ONLY_CHUNKED if divided else obstacle
     if obstacle is not None:
         raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
 
@@ -142,16 +134,18 @@ def prepare(
     head = whole_head(devices, named["linear_weight"], vocab_axis)
     launch.check_sizes(named["input"].shape, head.shape)
     if implementation is not None:
-        _check_implementation(implementation, named["input"], head, vocab_axis, divided=bool(devices.vocab_axes))
-    elif devices.vocab_axes or launch.symbolic_limits(named["input"].shape) is not None:
+        _check_implementation(implementation, named["input"], head, vocab_axis)
+    elif launch.symbolic_limits(named["input"].shape) is not None:
         implementation = "chunked"
     check_batch_invariant(
         batch_invariant,
         label_smoothing=spec.label_smoothing,
         saved_budget=saved_budget,
         implementation=implementation,
-        reason=launch.symbolic_limits(named["input"].shape) if not devices.vocab_axes else ONLY_CHUNKED,
+        reason=launch.symbolic_limits(named["input"].shape),
     )
+    if batch_invariant and devices.vocab_axes:
+        raise ValueError("batch_invariant must be False with vocab_axis_name")
     if saved_budget and devices.axes:
         raise ValueError(f"saved_budget must be 0 with token_axis_names or vocab_axis_name, got {saved_budget}")
     saved_as = None

@@ -196,6 +196,18 @@ def check_unsharded(named: dict[str, Any]) -> None:
             )
 
 
+USUAL_SHARDS = 8  # devices of a host
+
+
+def shards_of(vocab_axes: tuple[str, ...]) -> int:
+    """Returns among how many devices axes divide the vocabulary, or USUAL_SHARDS where no `jax.shard_map` is around
+    the call."""
+    try:
+        return lax.axis_size(vocab_axes)
+    except NameError:
+        return USUAL_SHARDS
+
+
 def check_axis(argument: str, name: str) -> None:
     """Raises ValueError if `name` is no axis that a `jax.shard_map` around the call maps, with check_vma=True."""
     try:

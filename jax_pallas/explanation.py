@@ -12,6 +12,7 @@ from jax import Array
 
 from jax_pallas import launch, ops, saved_ops
 from jax_pallas.arguments import Implementation, choose
+from jax_pallas.devices import ONE_DEVICE, axis_names, shards_of
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
@@ -74,11 +75,17 @@ def explained(
     if device is not None:
         capability, multiprocessors, *_ = gpu_named(device)
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
-    chosen, info = choose(input, linear_weight, vocab_axis, implementation, gpu, vocab_axis_name is not None)
+    chosen, info = choose(input, linear_weight, vocab_axis, implementation, gpu)
     tokens = math.prod(input.shape[:-1])
     flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
     classes = spec.classes(linear_weight.shape[vocab_axis])
-    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis}
+    devices = ONE_DEVICE
+    if vocab_axis_name is not None:
+        names = axis_names("vocab_axis_name", vocab_axis_name)
+        shards = shards_of(names)
+        devices = devices._replace(vocab_axes=names, shards=shards, parts=shards)
+        classes *= devices.shards
+    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "devices": devices}
     problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
     check_flag("with_entropy", with_entropy)
     into = grad_into is not None
@@ -112,4 +119,8 @@ def explained(
     passes = [planned(stage, needs_grad)]
     if stage == "row_gradients":  # the losses run in the forward pass
         passes.append(planned(without_gradients, NO_GRADIENTS))
-    return Explanation(*chosen, plan_passes(*passes))
+    plan = plan_passes(*passes)
+    plan.check_named(implementation)
+    if plan.why_chunked is not None:
+        chosen = Implementation(plan.implementation, plan.why_chunked)
+    return Explanation(*chosen, plan)

@@ -52,7 +52,15 @@ from jax_pallas.hopper_common import (
     zero_piece,
 )
 from jax_pallas.hopper_split_head import HEAD_STAGES, head_slot, multiply_split_unit
-from jax_pallas.input_grad import DInputIO, WorkUnit, d_input_sum_kernel, finish, num_work_units, work_unit_of
+from jax_pallas.input_grad import (
+    DInputIO,
+    SumsIO,
+    WorkUnit,
+    d_input_sum_kernel,
+    finish,
+    num_work_units,
+    work_unit_of,
+)
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
 
 
@@ -571,8 +579,9 @@ def load_d_input(
 
 
 def d_input_warpgroup(
-    kernel: DInputKernel, ring: Ring, head: PairRing | None, spare: Any, warpgroup: Array, io: DInputIO, part_ref: Any
-) -> None:
+    kernel: DInputKernel, ring: Ring, head: PairRing | None, spare: Any, warpgroup: Array, io: DInputIO | SumsIO,
+    part_ref: Any,
+) -> None:  # fmt: skip
     """A multiplying warpgroup: computes its halves of all work units of this program."""
     arrive_at_all(ring.empty, STAGES)
     multiplies = partial(multiply_unit, kernel=kernel, ring=ring, warpgroup=warpgroup)

@@ -86,12 +86,21 @@ class DInputIO(NamedTuple):
     smooth: Any = None  # (rows of the tiles,) and (columns of the tiles,): their product is added
 
 
-def finish(io: DInputIO, sums: Array, row: Any, d: Any) -> None:
+class SumsIO(NamedTuple):
+    """What `finish` writes in place of rows of `DInputIO`."""
+
+    sums_ref: Any  # (columns of the tiles, rows of the tiles) float32
+
+
+def finish(io: DInputIO | SumsIO, sums: Array, row: Any, d: Any) -> None:
     """Writes rho * sums + theta * held, of (64, rows) sums of columns of D and rows of the chunk from d and row on.
 
-    The terms of label smoothing are added, if any.
+    The terms of label smoothing are added, if any. With `SumsIO` it writes the sums.
     """
     warpgroup, rows = lax.axis_index("warpgroup"), sums.shape[1]
+    if isinstance(io, SumsIO):
+        io.sums_ref[pl.ds(d, HALF), pl.ds(row, rows)] = sums
+        return
     moved, buffer = (view.at[warpgroup] for view in (io.moved, io.buffers))
     place = io.held_ref.at[pl.ds(io.start + row, rows), pl.ds(d, HALF)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -124,13 +133,27 @@ def d_input_sum_kernel(
     kernel: "DInputKernel", start_ref: Any, part_ref: Any, rho_ref: Any, theta_ref: Any, held_ref: Any, *rest: Any
 ) -> None:  # fmt: skip
     """The fix-up: adds the partial tiles of a piece of a split tile, in order, and finishes it."""
-    schedule, piece = kernel.schedule, kernel.piece
     smooth, rest = (rest[:2], rest[2:]) if kernel.smooths else (None, rest)
     low = ()
     if kernel.splits_head:
         low = rest[0], views(rest[-1], interpret=kernel.interpret)
         rest = rest[1:-1]
     buffers, came = rest
+    place = added_parts(kernel, part_ref)
+    moved, buffers = views(buffers, interpret=kernel.interpret)
+    io = DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low, smooth=smooth)
+    finish(io, *place)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def sum_of_parts_kernel(kernel: "DInputKernel", part_ref: Any, sums_ref: Any) -> None:
+    """Does what `d_input_sum_kernel` does, but writes the sums of `SumsIO`."""
+    finish(SumsIO(sums_ref), *added_parts(kernel, part_ref))
+
+
+def added_parts(kernel: "DInputKernel", part_ref: Any) -> tuple[Array, Any, Any]:
+    """Returns the sum of the partial tiles of this program's piece of a split tile, in order, and where it is."""
+    schedule, piece = kernel.schedule, kernel.piece
     warpgroup, index, i = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_index("piece")
     row, d = kernel.tile_at(schedule.full_waves * hopper_common.programs() + index)
 
@@ -151,8 +174,4 @@ def d_input_sum_kernel(
 
             split = index >= schedule.split_tiles - schedule.last_tails
             total = lax.fori_loop(1, jnp.where(split, schedule.tail_factor, 1), add, total)
-    row, d = row + i * piece, d + warpgroup * HALF
-    moved, buffers = views(buffers, interpret=kernel.interpret)
-    io = DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came, *low, smooth=smooth)
-    finish(io, total, row, d)
-    plgpu.wait_smem_to_gmem(0)
+    return total, row + i * piece, d + warpgroup * HALF

@@ -208,7 +208,9 @@ def linear_cross_entropy(
             as many rows as the others. V is then the number of rows of all shards, vocab_size the number of classes of
             all, and weight has V numbers. All other arrays are the same on the devices of the axis, and so are the
             results and the gradient of input, bit for bit. The gradients of linear_weight and linear_bias are those of
-            the shard. It runs "chunked"; saved_budget must be 0 and batch_invariant False. Names of several axes divide
+            the shard. The kernels run bfloat16 without label smoothing and without padding, in the three matmuls of
+            one GPU divided by the devices; all else, and gradients of the entropy, run "chunked", in four. saved_budget
+            must be 0 and batch_invariant False. Names of several axes divide
             it over all of them, the first one into the largest parts. An axis of token_axis_names may be among them:
             its devices have different tokens and different classes, as with FSDP, and `gather` says what they do.
         gather: what devices with different tokens and different classes gather. "tokens": each computes the loss of the
@@ -734,7 +736,7 @@ def explain(
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
         vocab_axis_name: as given to the call. linear_weight and grad_into are the shards of one device, of which all
-            rows count as classes: vocab_size is not used.
+            rows count as classes: vocab_size is not used. Outside of `jax.shard_map` the plan is that of 8 devices.
 
     Raises:
         TypeError: a dtype that is not admitted.

@@ -204,9 +204,10 @@ def log_probs_rule(options: Options, *arrays: Array) -> Arrays:
 
 def log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    # Refuses what one of the passes could not do. With batch_invariant it differentiates log_prob only.
+    # Refuses what one of the passes could not do. With batch_invariant, or by kernels with a shard of the vocabulary,
+    # it differentiates log_prob only.
     backward = partial(make_problem, "gradients", options, arrays, needs_grad, entropy=True)
-    if options.batch_invariant:
+    if options.batch_invariant or options.devices.vocab_axes:
         backward = partial(make_problem, "row_gradients", options, arrays, needs_grad)
     plan_passes(backward, partial(forward_problem, options, arrays))
     log_prob, entropy, lse = log_probs_rule(options, *arrays)
@@ -614,9 +615,10 @@ def make_problem(
         # Where no implementation is named, it is known only when the call is lowered.
         batch_invariant=options.batch_invariant and (options.implementation, lowering) != (None, None),
     )
+    plan.check_named(options.implementation)
     problem = replace(problem, plan=plan)
     if lowering is not None and not (options.devices.replicated or is_one_chunk(problem)):
-        launch.check_devices(implementation, lowering.devices)
+        launch.check_devices(plan.implementation, lowering.devices)
     return problem
 
 
@@ -652,6 +654,8 @@ def plan_for(
         grad_into=problem.grad_into is not None,
         splits_head=problem.spec.splits_head,
         batch_invariant=batch_invariant,
+        shards=problem.devices.shards if problem.devices.vocab_axes else 0,
+        pads_shards=problem.masks_classes,
     )
     return make_plan(key)
 

@@ -66,6 +66,8 @@ class PlanKey(NamedTuple):
     grad_into: bool = False  # d_weight is added to a float32 array of the caller
     splits_head: bool = False  # into two matrices of the input's dtype
     batch_invariant: bool = False
+    shards: int = 0  # devices among which the vocabulary is divided; 0: it is not
+    pads_shards: bool = False  # the last rows of the last shards are no classes
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
+        why_chunked: why a call with a shard of the vocabulary runs "chunked" and not the kernels, a sentence.
     """
 
     implementation: str
@@ -116,6 +119,12 @@ class ExecutionPlan:
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
+    why_chunked: str | None = None
+
+    def check_named(self, implementation: str | None) -> None:
+        """Raises ValueError if a call names an implementation that cannot serve its shard of the vocabulary."""
+        if implementation is not None and self.why_chunked is not None:
+            raise ValueError(f"implementation {implementation!r} cannot serve this call: {self.why_chunked}")
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -165,6 +174,29 @@ def smoothing_is_linear(key: PlanKey) -> bool:
     return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
+def _why_shards_are_chunked(key: PlanKey) -> str | None:
+    """Returns why no kernels run a call in which devices have shards of the vocabulary, a sentence, or None."""
+    x, w = key.input, key.linear_weight
+    if x.dtype != "bfloat16":
+        kind = f"with {x.dtype} input"
+    elif w.dtype != x.dtype:
+        kind = f"with {w.dtype} linear_weight"
+    elif key.label_smoothing:
+        kind = f"with label_smoothing {key.label_smoothing}"
+    elif key.pads_shards:
+        kind = "with vocab_size below the rows of all devices"
+    elif key.entropy and key.stage in ("row_gradients", "entropy_loss_and_gradients", "gradients"):
+        kind = "for a gradient of the entropy"
+    else:
+        return None
+    return f"the kernels take no shard of the vocabulary (vocab_axis_name) {kind}"
+
+
+EXCHANGED = 9  # numbers of a row that the devices of a vocabulary exchange, at most
+
+SHARD_ROW = 24  # bytes of a row of the call beside those of `row_kernels.CallRows`, in `shard_rows.py`
+
+
 COPIES = 2  # of a split head that a chunk makes: for the logits, and for XLA's matmuls of d_input
 
 
@@ -185,7 +217,17 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stage is "saved_rows", and the kernels of the call store nothing that can be saved. Or the call must be
             batch-invariant and is not.
     """
-    plan = _any_plan(key)
+    of_shard = key.shards > 0 and key.implementation != "chunked"
+    chunked = _why_shards_are_chunked(key) if of_shard else None
+    plan = _any_plan(key if chunked is None else key._replace(implementation="chunked"))
+    if of_shard and plan.path != "scaled_exp":
+        if chunked is None:
+            into = " with grad_into" if key.grad_into else ""
+            rows = key.linear_weight.shape[key.vocab_axis]
+            chunked = f"{key.implementation!r} takes no shard of {rows} rows of the vocabulary (vocab_axis_name){into}"
+            chunked = plan.why_chunked or chunked
+            plan = make_plan(key._replace(implementation="chunked"))
+        return replace(plan, why_chunked=chunked)
     why = why_variant(key, plan) if key.batch_invariant else None
     if why is not None:
         raise ValueError(f"batch_invariant=True {why}")
@@ -297,14 +339,19 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         shifts = (1 + hopper) * (fits_float16 and needs_grad)  # numbers
 
         def scratch(rows: int, most: int) -> int:
+            shard = 0
             if not key.d_input:
                 return 0
             if key.batch_invariant:
                 return 0  # no partial tiles
+            if key.shards:  # the matmul, and the part of this device, which is summed in place
+                shard = 4 * rows * hidden + 4 * (rows + tile_config.TILE_ROWS[0]) * (hidden + tile_config.D_BLOCK)
             if multiplies:
                 size = tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
-                return size + key.splits_head * rows * hidden * x.itemsize  # the low halves of the targets' rows
-            return 4 * rows * hidden  # of XLA's GEMM
+                return (
+                    size + key.splits_head * rows * hidden * x.itemsize + shard
+                )  # the low halves of the targets' rows
+            return max(4 * rows * hidden, shard)  # of XLA's GEMM
 
         # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes. TMA reads tiles of 8
         # rows.
@@ -313,7 +360,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         by_class = key.vocab_axis == 0 and vocab % 8 == 0
         # d_weight of float16 has the terms of label smoothing before its first chunk: MATH.md (51).
         begun = fits_float16 and key.label_smoothing != 0
-        if multiplies and writes and by_class and not begun:
+        if multiplies and writes and by_class and not begun and not key.shards:  # a part of d_input comes first
             room = tile_config.first_chunk_room(hidden, w.itemsize)
         call = None
         if key.d_input or key.d_weight:
@@ -354,7 +401,10 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             second_d_weight=0 if multiplies or fits_float16 or not key.d_weight else w.itemsize * hidden * vocab,
             scales_d_weight=fits_float16 and key.d_weight and not multiplies,
             # Numbers of the rows, and the sample of the head with its bias.
-            copied=fits_float16 * (40 * tokens + tile_config.CLASS_BLOCK * (2 * x.itemsize * hidden + 8)),
+            copied=fits_float16 * (40 * tokens + tile_config.CLASS_BLOCK * (2 * x.itemsize * hidden + 8))
+            + (key.shards > 0) * SHARD_ROW * tokens,
+            # The numbers of this device, of all devices before and after they are summed, and merged.
+            exchanged=(key.shards > 0) * 4 * EXCHANGED * (3 * key.shards + 2),
             batch_invariant=key.batch_invariant,
             room=room,
             call=call,
@@ -431,5 +481,5 @@ def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
     except ValueError:  # recomputing takes less memory
         return None
     tokens = key.input.shape[0]
-    enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight else 0
+    enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight and not key.shards else 0
     return plan if plan.path == "scaled_exp" and plan.scaled_exp_config.usual_rows(tokens) >= enough else None

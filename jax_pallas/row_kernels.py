@@ -113,6 +113,27 @@ class Repaired(NamedTuple):
     squares: Any = None
 
 
+class OfShard(NamedTuple):
+    """What the rows of a chunk have where a device has a shard of the vocabulary. `CallRows.target` is the place of the
+    target in the shard, or -1."""
+
+    target: Array  # (P,) int32, of all classes, -1 where it is none
+    ref_exponent: Array  # (rows,) float32, what the exponentials that the device stores are relative to
+
+
+class ChunkNumbers(NamedTuple):
+    """What the results of a chunk's rows are made from. Where devices have shards of the vocabulary, a shard takes the
+    place of a class block in the sums and statistics."""
+
+    problem: Problem  # of all classes
+    found: Exponentials
+    places: TargetPlaces | None
+    joined: Joined
+    repaired: Repaired | None  # None: the other numbers include what was repaired
+    block_width: int  # classes of a class block
+    of_shard: OfShard | None = None
+
+
 def chunk_flags(chunk_rows: int) -> int:
     """Returns how many flags a chunk has in `CallRows.flag`."""
     return 1 + pl.cdiv(chunk_rows, ROW_BLOCK)
@@ -209,12 +230,12 @@ def column_maxima(ref: Any, row: Array) -> Array:
 
 
 def join_blocks_kernel(
-    _options: None, place_ref: Any, sum_ref: Any, top_ref: Any, row_weight_ref: Any, _: Any, flag_ref: Any,
-    total_ref: Any, largest_ref: Any,
+    _options: None, place_ref: Any, sum_ref: Any, top_ref: Any, row_weight_ref: Any, ref_exponent_ref: Any, _: Any,
+    flag_ref: Any, total_ref: Any, largest_ref: Any,
 ) -> None:  # fmt: skip
     """Writes the sums of a chunk's rows, total (rows,), and, if there, their largest logits. Sets the flags of the row
     blocks with a sum that leaves the range: (30). One program owns SMALL_BLOCK rows. Flags are only set to 1, so the
-    order of the programs does not matter."""
+    order of the programs does not matter. The reference exponents are those of `leaves_range`."""
     first, first_flag = pl.program_id(0) * SMALL_BLOCK, place_ref[FIRST_FLAG]
     row, block = arange(first, SMALL_BLOCK), lax.div(first, jnp.int32(ROW_BLOCK))
     inside = row < place_ref[SIZE]
@@ -223,7 +244,10 @@ def join_blocks_kernel(
     if largest_ref is not None:
         store(largest_ref, row, values=column_maxima(top_ref, row), mask=inside)
     contributes = load(row_weight_ref, place_ref[FIRST_ROW] + row, mask=inside) != 0
-    leaves = inside & contributes & leaves_range(total)
+    ref_exponent = None
+    if ref_exponent_ref is not None:
+        ref_exponent = load(ref_exponent_ref, place_ref[FIRST_ROW] + row, mask=inside)
+    leaves = inside & contributes & leaves_range(total, ref_exponent)
 
     @pl.when(leaves.astype(jnp.int32).max() != 0)
     def _raise() -> None:
@@ -231,10 +255,13 @@ def join_blocks_kernel(
             raise_to(flag_ref, flag, jnp.int32(1))
 
 
-def join_blocks(rows: CallRows, place: Array, size: int, sums: Array, tops: Array | None) -> tuple[CallRows, Joined]:
-    """Launches `join_blocks_kernel` for a chunk of `size` rows at place (4,), from `FIRST_ROW` to `SIZE`."""
+def join_blocks(
+    rows: CallRows, place: Array, size: int, sums: Array, tops: Array | None, *, of_shard: bool = False
+) -> tuple[CallRows, Joined]:
+    """Launches `join_blocks_kernel` for a chunk of `size` rows at place (4,), from `FIRST_ROW` to `SIZE`. `of_shard`:
+    the sums are of a shard of the vocabulary."""
     of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
-    operands = place, sums, tops, rows.row_weight, rows.flag
+    operands = place, sums, tops, rows.row_weight, rows.ref_exponent if of_shard else None, rows.flag
     results = rows.flag, of_row, None if tops is None else of_row
     grid = (pl.cdiv(size, SMALL_BLOCK),)
     flag, total, largest = run(join_blocks_kernel, None, operands, results, grid, in_place=1, warps=4, stages=1)
@@ -251,16 +278,79 @@ class FinishRows(NamedTuple):
     top_exponent: int  # of the largest exponential of a row that was computed again
 
 
-def leaves_range(total: Array) -> Array:
-    """Returns whether the sum of a row's exponentials leaves the range, so that it is computed again: (30)."""
-    return ~((total > LEAST_SUM) & (total < LARGEST_SUM))
+def leaves_range(total: Array, ref_exponent: Array | None = None) -> Array:
+    """Returns whether the sum of a row's exponentials leaves the range, so that it is computed again: (30).
+
+    With a reference exponent the sum is that of a shard of the vocabulary. It may then be small, as the sum of all
+    shards is not: the exponent is that of the target's logit, or 0 where there is none that is finite.
+    """
+    least: Any = LEAST_SUM
+    if ref_exponent is not None:
+        least = jnp.where(ref_exponent == 0, LEAST_SUM, -1.0)
+    return ~((total > least) & (total < LARGEST_SUM))
+
+
+class RowNumbers(NamedTuple):
+    """The numbers of rows after `kernels.repair`, float32."""
+
+    total: Array  # of exponentials
+    ref_exponent: Array
+    target_exp: Array
+    target_logit: Array  # undefined where there is no target
+    repaired: Array  # bool
+
+
+class NumberRefs(NamedTuple):
+    """The memory that `numbers_of` reads."""
+
+    place: Any
+    total: Any
+    target_exp: Any
+    target_logit: Any
+    target_places: Any
+    repaired_exp: Any
+    repaired_logit: Any
+    ref_exponent: Any
+    top: Any
+
+
+def is_flagged(place_ref: Any, flag_ref: Any) -> Array:
+    """Returns whether the row block of a program's FINISHED_ROWS rows was computed again."""
+    block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
+    return flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
+
+
+def numbers_of(
+    refs: NumberRefs, row: Array, at: Array, inside: Array, target: Array, is_class: Array, flagged: Array,
+    new_total: Array, *, by_row: bool, of_shard: bool, top_exponent: int,
+) -> RowNumbers:  # fmt: skip
+    """Returns the numbers of a chunk's rows, `at` of the call. Where they are `flagged`, they were computed again, with
+    the sums new_total. With `by_row` this counts only for rows whose own sums leave the range."""
+    place = jnp.zeros_like(row)
+    if refs.target_places is not None:
+        half = lax.div(row, jnp.int32(HALF_ROWS))
+        class_block = lax.div(lax.max(target, jnp.int32(0)), jnp.int32(CLASS_BLOCK))
+        place = lax.max(load(refs.target_places, refs.place[CHUNK], half, class_block, mask=is_class), jnp.int32(0))
+    repaired = inside & flagged
+    total = load(refs.total, row, mask=inside)
+    if by_row:
+        of_row = load(refs.ref_exponent, at, mask=inside) if of_shard else None
+        repaired = repaired & leaves_range(total, of_row)
+    target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (refs.target_exp, refs.target_logit))
+    ref_exponent = load(refs.ref_exponent, at, mask=inside)
+    new_ref_exponent = repaired_ref_exponent(load(refs.top, at, mask=repaired), top_exponent)
+    first, has = jnp.zeros_like(row), repaired & is_class
+    new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (refs.repaired_exp, refs.repaired_logit))
+    total, ref_exponent = jnp.where(repaired, new_total, total), jnp.where(repaired, new_ref_exponent, ref_exponent)
+    target_exp = jnp.where(repaired, new_exp, target_exp)
+    return RowNumbers(total, ref_exponent, target_exp, jnp.where(repaired, new_logit, target_logit), repaired)
 
 
 def finish_rows_kernel(
     static_args: FinishRows, place_ref: Any, total_ref: Any, chunk_largest_ref: Any, target_exp_ref: Any,
     target_logit_ref: Any, target_places_ref: Any, repaired_sum_ref: Any, repaired_exp_ref: Any,
     repaired_logit_ref: Any, target_ref: Any, row_weight_ref: Any, ref_exponent_ref: Any, top_ref: Any, flag_ref: Any,
-    class_weight_ref: Any, *rest: Any,
+    class_weight_ref: Any, own_target_ref: Any, own_exponent_ref: Any, *rest: Any,
 ) -> None:  # fmt: skip
     """Writes the results of a chunk's rows: (6), (10), (27), (29).
 
@@ -270,34 +360,35 @@ def finish_rows_kernel(
     zeros where rho is 0. One program owns FINISHED_ROWS rows.
 
     The sums of `Repaired` count for the row blocks that were computed again; with `by_row`, only for those rows of them
-    whose own sums leave the range. So the results do not depend on the other rows of the block.
+    whose own sums leave the range. So the results do not depend on the other rows of the block. None: no block was.
+
+    With own_target (P,) and own_exponent (rows,), those of `OfShard`, e has the classes of one shard of the vocabulary
+    and is relative to 2**own_exponent. Where the target is in another shard, theta is 0: (53), (54).
     """
     loss_ref, lse_ref, logit_ref, largest_ref, theta_ref, e_ref, others_ref, x_ref, rho_ref = rest[len(rest) // 2 :]
     row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
     inside, at = row < place_ref[SIZE], place_ref[FIRST_ROW] + row
-    block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
-    flagged = flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
-    new_total = column_sums(repaired_sum_ref, row, flagged)
+    repairs = repaired_sum_ref is not None
+    if repairs:
+        flagged = is_flagged(place_ref, flag_ref)
+        new_total = column_sums(repaired_sum_ref, row, flagged)
     target, row_weight = load(target_ref, at, mask=inside), load(row_weight_ref, at, mask=inside)
     is_class, contributes = inside & (target >= 0), row_weight != 0
 
-    place = jnp.zeros_like(row)
-    if target_places_ref is not None:
-        half = lax.div(row, jnp.int32(HALF_ROWS))
-        class_block = lax.div(lax.max(target, jnp.int32(0)), jnp.int32(CLASS_BLOCK))
-        place = lax.max(load(target_places_ref, place_ref[CHUNK], half, class_block, mask=is_class), jnp.int32(0))
-    repaired = inside & flagged
-    total = load(total_ref, row, mask=inside)
-    if static_args.by_row:
-        repaired = repaired & leaves_range(total)
-    target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
-    ref_exponent = load(ref_exponent_ref, at, mask=inside)
-    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=repaired), static_args.top_exponent)
-    first, has = jnp.zeros_like(row), repaired & is_class
-    new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (repaired_exp_ref, repaired_logit_ref))
-    total, ref_exponent = jnp.where(repaired, new_total, total), jnp.where(repaired, new_ref_exponent, ref_exponent)
-    target_exp = jnp.where(repaired, new_exp, target_exp)
-    target_logit = jnp.where(is_class, jnp.where(repaired, new_logit, target_logit), jnp.nan)
+    if repairs:
+        refs = NumberRefs(
+            place_ref, total_ref, target_exp_ref, target_logit_ref, target_places_ref, repaired_exp_ref,
+            repaired_logit_ref, ref_exponent_ref, top_ref,
+        )  # fmt: skip
+        options = {"by_row": static_args.by_row, "of_shard": False, "top_exponent": static_args.top_exponent}
+        total, ref_exponent, target_exp, target_logit, _ = numbers_of(
+            refs, row, at, inside, target, is_class, flagged, new_total, **options
+        )
+    else:
+        first = jnp.zeros_like(row)
+        total, ref_exponent = load(total_ref, row, mask=inside), load(ref_exponent_ref, at, mask=inside)
+        target_exp, target_logit = (load(ref, first, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
+    target_logit = jnp.where(is_class, target_logit, jnp.nan)
 
     has_nan = total != total
     total = jnp.where(total == jnp.inf, jnp.nan, total)  # an infinite logit: no probability is a number
@@ -320,7 +411,13 @@ def finish_rows_kernel(
     theta = z_loss * jnp.exp(-nll) + kept * jnp.expm1(-nll)  # upstream * p - kept, of a confident token too
     if static_args.softcap is not None:
         theta = theta * (1.0 - lax.square(target_logit / static_args.softcap))
-    rho = jnp.where(contributes, static_args.logit_scale * (kept + z_loss) / total, 0.0)
+    rho = static_args.logit_scale * (kept + z_loss) / total
+    if own_target_ref is not None:
+        rho = rho * jnp.exp2(load(own_exponent_ref, row, mask=inside) - ref_exponent)
+        target = load(own_target_ref, at, mask=inside)
+        is_class = inside & (target >= 0)
+        theta = jnp.where(is_class, theta, 0.0)
+    rho = jnp.where(contributes, rho, 0.0)
     store(rho_ref, row, values=rho, mask=inside)
     store(theta_ref, at, values=jnp.where(contributes, static_args.logit_scale * theta, 0.0), mask=inside)
     zeros = jnp.zeros_like(rho)
@@ -383,17 +480,21 @@ def repaired_ref_exponent(top: Array, top_exponent: int) -> Array:
 
 
 def finish_rows(
-    problem: Problem, rows: CallRows, place: Array, size: int, found: Exponentials, places: TargetPlaces | None,
-    joined: Joined, repaired: Repaired, x: Array | None, *, by_row: bool,
+    numbers: ChunkNumbers, rows: CallRows, place: Array, size: int, x: Array | None, *, by_row: bool,
 ) -> tuple[CallRows, Exponentials, Array | None, Array | None]:  # fmt: skip
     """Launches `finish_rows_kernel` for a chunk of `size` rows at place (4,) of `join_blocks`. Returns the rows of the
     call, the exponentials, x times rho and rho, the last two None if not computed."""
+    problem, found, places, joined, repaired, _, of_shard = numbers
     spec, of_targets = problem.spec, None
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
     static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap, by_row, top_exponent_of(problem))
-    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *repaired[:3]
-    of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
+    of_repair = (None, None, None) if repaired is None else repaired[:3]
+    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *of_repair
+    target, own = rows.target, (None, None)
+    if of_shard is not None:
+        target, own = of_shard.target, (rows.target, of_shard.ref_exponent)
+    of_call = target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight, *own
     written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, found.others, x
     rho = None if found.e is None else jax.ShapeDtypeStruct((size,), jnp.float32)
     results, in_place = (*written, rho), sum(array is not None for array in written)

@@ -31,6 +31,10 @@ written yet (`first_chunk.py`). Its d_input is computed before its d_weight.
 
 The memory of d_input holds the rows of the input, with zeros in rows that do not contribute, until a chunk's rows of
 d_input replace them. So a chunk takes little memory besides its exponentials.
+
+Where devices have shards of the vocabulary (`shard_rows.py`), `_run` has the problem of the device's own classes, and
+between the first two steps the devices exchange the numbers of the rows. d_input is then a sum over the devices, in
+float32 of one chunk. It is computed before d_weight, beside which it is summed.
 """
 
 from typing import Any, NamedTuple
@@ -39,11 +43,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import float16, kernels, row_kernels, saved_kernels, target_grad, tile_config
+from jax_pallas import float16, kernels, row_kernels, saved_kernels, shard_rows, target_grad, tile_config, vocab_shard
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, halves, plan_of
-from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
-from jax_pallas.row_math import RowStatistics, first_of_largest
+from jax_pallas.row_kernels import CallRows, ChunkNumbers, Exponentials, TargetPlaces
+from jax_pallas.row_math import RowStatistics
+from jax_pallas.row_statistics import finish_statistics
+from jax_pallas.shard_rows import ShardRows
 from jax_pallas.slicing import Slice, over_chunks, over_slices
 from jax_pallas.smoothing import Smoothing
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
@@ -203,7 +209,11 @@ def _run(
     config, tokens, bias_scale = plan_of(problem).scaled_exp_config, problem.tokens, None
     if scales is not None and problem.grad_into is not None:
         scales, bias_scale = (scales[0], jnp.float32(1.0)), scales[1]
-    target, row_weight = _call_rows(problem)
+    whole, (target, row_weight) = problem, _call_rows(problem)
+    whole_target, shards = target, bool(problem.devices.vocab_axes)
+    if shards:  # below, `problem` has the classes of this device
+        problem = shard_rows.of_own_classes(problem)
+        target, _ = _call_rows(problem)
     if hook is not None:  # until `_call_token_loss` replaces them
         row_weight = (row_weight != 0).astype(jnp.float32)
     last_start, gradients = config.last_start(tokens), any(needs_grad) or saves
@@ -220,10 +230,13 @@ def _run(
     )
     if plan_of(problem).fits_float16:
         rows = float16.place(problem, rows, problem.input if held is None else held)
+    of_shard = None
+    if shards:
+        rows, of_shard = shard_rows.start(rows, whole_target, whole)
     places = _call_places(problem, target, others + 1)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
-        shared = hook, smoothing, scales, statistics
+        shared = of_shard, hook, smoothing, scales, statistics
         options = {"first": first, "gradients": gradients, "saves": saves, "units": units}
         return _chunk(problem, carry, chunk, places, *shared, **options)
 
@@ -328,6 +341,7 @@ def _chunk(
     carry: Carry,
     chunk: Slice,
     places: Array | None,
+    of_shard: ShardRows | None,
     hook: TokenHook | None,
     smoothing: Smoothing | None,
     scales: Scales,
@@ -356,21 +370,20 @@ def _chunk(
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
     chunk_places = _target_places(problem, rows.target, chunk, size, places)
-    rows, found, joined, repaired = _store_exponentials(
-        problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, stores=gradients
+    options: dict[str, Any] = {"stores": gradients, "of_shard": of_shard is not None}
+    rows, numbers = _store_exponentials(
+        problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, **options
     )
+    scales_x, by_row = carry.d_weight is not None, statistics & BY_ROW != 0
+    if of_shard is not None:
+        rows, numbers = shard_rows.merge(numbers, rows, of_shard, chunk, place, size, by_row=by_row)
+    by_row &= plan_of(problem).batch_invariant or not gradients
     of_tokens = OfTokens(None, None)
     if hook is not None:
-        rows, of_tokens = _call_token_loss(
-            problem, hook, rows, chunk, place, size, found, chunk_places, joined, repaired, statistics
-        )
-    scales_x, by_row = carry.d_weight is not None, statistics & BY_ROW != 0
-    by_row &= plan_of(problem).batch_invariant or not gradients
+        rows, of_tokens = _call_token_loss(problem, hook, rows, numbers, chunk, place, size, statistics)
     fits = plan_of(problem).fits_float16
     of_x = x if scales_x and not fits else None
-    rows, found, scaled, rho = row_kernels.finish_rows(
-        problem, rows, place, size, found, chunk_places, joined, repaired, of_x, by_row=by_row
-    )
+    rows, found, scaled, rho = row_kernels.finish_rows(numbers, rows, place, size, of_x, by_row=by_row)
     e, power = found.e, None
     smooth = None  # the terms of d_input, if they are added before it is rounded
     if smoothing is not None and rows.theta is not None:
@@ -389,7 +402,7 @@ def _chunk(
         )
         found = found._replace(others=others)
     if hook is None and statistics & OF_LOGITS & ~MAX:
-        of_tokens = OfTokens(None, _statistics_of(problem, rows, chunk, found, joined, repaired))
+        of_tokens = OfTokens(None, finish_statistics(numbers, rows, chunk))
     carry = carry._replace(rows=rows)
     if saves:
         assert e is not None
@@ -403,7 +416,7 @@ def _chunk(
     x = x if scaled is None else scaled
     if found.others is not None:
         return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho, power), of_tokens
-    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, power, smooth, first=first)
+    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, power, smooth, first=first)
     return carry, of_tokens
 
 
@@ -411,13 +424,10 @@ def _call_token_loss(
     problem: Problem,
     hook: TokenHook,
     rows: CallRows,
+    numbers: ChunkNumbers,
     chunk: Slice,
     place: Array,
     size: int,
-    found: Exponentials,
-    places: TargetPlaces | None,
-    joined: Joined,
-    repaired: Repaired,
     statistics: int,
 ) -> tuple[CallRows, OfTokens]:
     """Returns the rows with the weights of (35) in place of a chunk's row weights, and the results of the chunk.
@@ -425,73 +435,14 @@ def _call_token_loss(
     `row_kernels.finish_rows` runs as in plan B. With row weights of 1 its losses are the negative log-likelihoods.
     """
     of_call = rows._replace(theta=None)
-    without_e = found._replace(e=None, others=None)
-    of_call, *_ = row_kernels.finish_rows(
-        problem, of_call, place, size, without_e, places, joined, repaired, None, by_row=True
-    )
-    stats = None
-    if statistics & ~BY_ROW:
-        stats = _statistics_of(problem, of_call, chunk, found, joined, repaired)
+    without_e = numbers._replace(found=numbers.found._replace(e=None, others=None))
+    of_call, *_ = row_kernels.finish_rows(without_e, of_call, place, size, None, by_row=True)
+    stats = finish_statistics(numbers, of_call, chunk) if statistics & ~BY_ROW else None
     log_prob = 0.0 - chunk.of(of_call.loss)  # -loss could be -0.0
     of_tokens = hook.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
     rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.gradient_weight), theta=rows.theta)
     d_closure = jax.tree.map(lambda gradient: gradient[None], of_tokens.d_closure)
     return rows, OfTokens(of_tokens._replace(d_closure=d_closure), stats)
-
-
-def _statistics_of(
-    problem: Problem,
-    rows: CallRows,
-    chunk: Slice,
-    found: Exponentials,
-    joined: Joined,
-    repaired: Repaired,
-) -> RowStatistics:
-    """Returns the statistics of a chunk's rows, whose losses are their negative log-likelihoods: (43), (44)."""
-    n, contributes = chunk.size, chunk.of(rows.row_weight) != 0
-    total = joined.total[:n]
-    again = row_kernels.leaves_range(total)
-
-    def summed(values: Array | None, values_again: Array | None) -> Array | None:
-        if values is None:
-            return None
-        total = values[:, :n].sum(0)
-        return total if values_again is None else jnp.where(again, values_again[:, :n].sum(0), total)
-
-    total = jnp.where(again, repaired.sums[:, :n].sum(0), total)
-    total = jnp.where(total == jnp.inf, jnp.nan, total)
-
-    def selected(values: Array | None) -> Array | None:
-        return None if values is None else jnp.where(contributes, values, jnp.zeros((), values.dtype))
-
-    entropy, logit_sum = None, summed(found.logit_sums, None)
-    if found.exp_logs is not None and repaired.exp_logs is not None:
-        # A number near log(total) is subtracted first. Otherwise both terms are as large as the negative log-likelihood
-        # of the target.
-        shift = jnp.clip(jnp.floor(jnp.log(total)), -40.0, 40.0)
-        pairs = (found.exp_logs, found.sums), (repaired.exp_logs, repaired.sums)
-        exp_log = summed(*(exp_logs[:, :n] - shift * sums[:, :n] for exp_logs, sums in pairs))
-        assert exp_log is not None
-        entropy = jnp.log(total * jnp.exp(-shift)) - exp_log / total
-    squares, argmax = summed(found.squares, repaired.squares), None
-    if found.columns is not None:
-        tile = plan_of(problem).tile
-        assert tile is not None
-        assert found.tops is not None
-        assert joined.largest is not None
-        argmax = first_of_largest(found.tops[:, :n], found.columns[:, :n], joined.largest[:n], tile.block_v)
-        argmax = jnp.where((total > 0) & (total < jnp.inf), argmax, -1)
-    return RowStatistics(
-        lse=chunk.of(rows.lse),
-        target_logit=chunk.of(rows.target_logit),
-        nll=chunk.of(rows.loss),
-        max=jnp.full(n, jnp.inf, jnp.float32) if rows.largest is None else chunk.of(rows.largest),
-        weighted_sum=None,
-        entropy=selected(entropy),
-        argmax=selected(argmax),
-        mean_logit=selected(None if logit_sum is None else logit_sum / problem.classes),
-        sum_squared_probs=selected(None if squares is None else squares / total / total),
-    )
 
 
 def _store_exponentials(
@@ -506,7 +457,8 @@ def _store_exponentials(
     in_d_weight: Array | None,
     *,
     stores: bool,
-) -> tuple[CallRows, Exponentials, Joined, Repaired]:
+    of_shard: bool,
+) -> tuple[CallRows, ChunkNumbers]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, and the targets' logits and summands.
 
     With `in_d_weight` e has the first classes only, and the others are there: `first_chunk.py`.
@@ -540,10 +492,12 @@ def _store_exponentials(
             found = _exponentials_of_split_head(problem, arrays, in_d_weight, options)
         else:
             found = hopper_logits.exponentials(*arrays, in_d_weight, **options)
-    rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
+    rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops, of_shard=of_shard)
     total = joined.total if plan_of(problem).batch_invariant else None
     rows, found, repaired = kernels.repair(problem, x, rows, place, size, found, total, statistics)
-    return rows, found, joined, repaired
+    tile = plan_of(problem).tile
+    assert tile is not None
+    return rows, ChunkNumbers(problem, found, places, joined, repaired, tile.block_v)
 
 
 def _exponentials_of_split_head(
@@ -581,6 +535,7 @@ def _add_gradients(
     x: Array,
     start: Array | int,
     rho: Array,
+    of_shard: ShardRows | None,
     power: Array | None,
     smooth: tuple[Array, Array] | None,
     *,
@@ -592,6 +547,11 @@ def _add_gradients(
     if d_bias is not None:
         of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
         d_bias = d_bias + of_rows.sum(0)
+    total = None  # of d_input's rows over the devices that divide the vocabulary
+    if held is not None and of_shard is not None:
+        part = _part_of_d_input(problem, rows, chunk, e, rho)
+        part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
+        total = vocab_shard.sum_of_d_input(of_shard.problem.devices, part)
     if d_weight is not None:
         started = smooth is not None or problem.grad_into is not None
         d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first, started=started)
@@ -602,7 +562,10 @@ def _add_gradients(
         # The rows of d_input, and before them the targets' rows of the head, replace those of x after it was read.
         x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
         rows = rows._replace(target=target)
-        held = _store_d_input(problem, rows, chunk, e, x, rho, smooth=smooth)
+        if total is None:
+            held = _store_d_input(problem, rows, chunk, e, x, rho, smooth=smooth)
+        else:
+            held = chunk.put(x, total)
     return Carry(rows, held, d_weight, d_bias)
 
 
@@ -714,6 +677,24 @@ def _store_d_input(
     if smooth is not None:
         d_input = d_input + smooth[0][:, None] * smooth[1]
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0)[: chunk.size])
+
+
+def _part_of_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, rho: Array) -> Array:
+    """Returns the part (n, D) float32 of a chunk's rows of d_input by the classes of this shard: a term of (54)."""
+    plan, w, part = plan_of(problem), problem.linear_weight, Slice(chunk.start, len(rho), None)
+    if plan.d_input_kernel:
+        from jax_pallas import hopper_input_sums
+
+        most = plan.scaled_exp_config.d_input_bytes
+        shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": most}
+        sums = hopper_input_sums.d_input_sums(e, w, rows=len(rho), **shared)
+    else:
+        sums = times_head(problem, e, len(rho))
+    assert rows.theta is not None
+    w_target = target_rows(problem, part.of(rows.target).clip(0)).astype(jnp.float32)
+    terms = zip((rho, part.of(rows.theta)), (sums, w_target), strict=True)
+    by_rho, by_theta = (jnp.where(factor[:, None] == 0, 0.0, factor[:, None] * term) for factor, term in terms)
+    return (by_rho + by_theta)[: chunk.size]
 
 
 def times_head(problem: Problem, e: Array, rows: int) -> Array:

@@ -360,6 +360,7 @@ def choose_scaled_exp(
     second_d_weight: int,
     scales_d_weight: bool = False,
     copied: int = 0,
+    exchanged: int = 0,
     batch_invariant: bool = False,
     room: int = 0,
     call: chunk_cost.Call | None = None,
@@ -388,6 +389,7 @@ def choose_scaled_exp(
             place only inside a loop, and XLA inlines a loop of one step.
         scales_d_weight: d_weight is a float32 matmul of XLA, a few classes at a time, times a power of two.
         copied: bytes of copies and of other numbers of the rows.
+        exchanged: bytes of a row of a chunk for what devices exchange that divide the vocabulary.
         batch_invariant: of `choose_schedule`.
         room: most rows of a first chunk with exponentials in the memory of d_weight: `first_chunk_room`. 0: d_weight
             has no such memory.
@@ -435,7 +437,7 @@ def choose_scaled_exp(
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
         # statistics are read when these are there.
         partial = (1 + statistics) * blocks + 3 * again if statistics > 1 else max((1 + statistics) * blocks, again)
-        sums = (4 * partial + TARGET_BYTES * hopper + 32) * padded_rows
+        sums = (4 * partial + TARGET_BYTES * hopper + 32 + exchanged) * padded_rows
         chunks = cdiv(tokens, rows)
         at_once = chunks if chunks <= CALL_PLACES and not first_rows else 1
         places = 4 * blocks * 2 * cdiv(most_rows, ROW_BLOCK) * at_once * hopper

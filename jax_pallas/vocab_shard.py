@@ -1,7 +1,8 @@
 """What the devices exchange that divide the vocabulary: each has the rows of the head of its own classes.
 
-The devices of a mesh axis have the same tokens, and each runs the two passes of `chunked.py` over its own classes. They
-exchange twice in each chunk of rows:
+The devices of a mesh axis have the same tokens. Where they run scaled exponentials, `shard_rows.py` has what they
+exchange. Otherwise each runs the two passes of `chunked.py` over its own classes, and they exchange twice in each chunk
+of rows:
 
     after the first pass   the `Partial` statistics, some numbers for each row. Each device merges those of all devices
                            in the order of the axis, so all have the same bits.
@@ -23,8 +24,6 @@ from jax_pallas import row_math
 from jax_pallas.devices import Devices
 from jax_pallas.row_math import Partial
 
-ONLY_CHUNKED = "linear_weight is a shard of the vocabulary (vocab_axis_name), which only 'chunked' takes"
-
 
 def first_class(devices: Devices, rows: int) -> Array | int:
     """Returns the class of the first row of a device's shard, which has `rows` rows."""
@@ -37,9 +36,9 @@ def merged(devices: Devices, partial: Partial) -> Partial:
         return partial
     present = {name: array for name, array in partial._asdict().items() if array is not None}
     floats = [name for name in present if name != "argmax"]
-    gathered = dict(zip(floats, _gathered(devices, jnp.stack([present[name] for name in floats])), strict=True))
+    gathered = dict(zip(floats, gather(devices, jnp.stack([present[name] for name in floats])), strict=True))
     if partial.argmax is not None:
-        gathered["argmax"] = _gathered(devices, partial.argmax[None])[0]
+        gathered["argmax"] = gather(devices, partial.argmax[None])[0]
 
     def of_shard(rank: int) -> Partial:
         return partial._replace(**{name: array[rank] for name, array in gathered.items()})
@@ -51,15 +50,16 @@ def sum_of_d_input(devices: Devices, d_input: Array) -> Array:
     """Returns the sum over all shards of their parts of rows of d_input, (n, D) float32."""
     if not devices.vocab_axes:
         return d_input
-    return _sum(devices, d_input.astype(devices.reduce_dtype)).astype(jnp.float32)
+    return all_sum(devices, d_input.astype(devices.reduce_dtype)).astype(jnp.float32)
 
 
-def _gathered(devices: Devices, numbers: Array) -> Array:
+def all_sum(devices: Devices, array: Array) -> Array:
+    """Returns the sum of an array over the devices that divide the vocabulary."""
+    return lax.psum_p.bind(array, axes=devices.vocab_axes, axis_index_groups=None)
+
+
+def gather(devices: Devices, numbers: Array) -> Array:
     """Returns numbers (m, n) of each device as (m, k, n), the same on all devices: a sum of zeros and one number."""
     rank = lax.axis_index(devices.vocab_axes)
     places = jnp.zeros((numbers.shape[0], devices.shards, numbers.shape[1]), numbers.dtype)
-    return _sum(devices, places.at[:, rank].set(numbers))
-
-
-def _sum(devices: Devices, array: Array) -> Array:
-    return lax.psum_p.bind(array, axes=devices.vocab_axes, axis_index_groups=None)
+    return all_sum(devices, places.at[:, rank].set(numbers))

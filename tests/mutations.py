@@ -510,7 +510,7 @@ TOKEN_STATS = (
     ),
     Mutation(
         "jax_pallas/row_kernels.py",
-        "repaired = repaired & leaves_range(total)",
+        "repaired = repaired & leaves_range(total, of_row)",
         "pass",
         tests("jax_pallas_token_loss", "bit_for_bit"),
     ),
@@ -577,6 +577,7 @@ RANKS_BY_KERNELS = tests("core_triton_scale", "by_the_kernels")
 JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
 JAX_SUMS = tests("jax_pallas_sharded", "sums")
 JAX_SHARDED = tests("jax_pallas_sharded", "fsdp or rule")
+JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
     Mutation("core_triton/vocab_shard.py", "d_input.to(shard.dtype)", "d_input", TORCH_RANKS),
@@ -607,6 +608,36 @@ SCALE = (
         "d_input = vocab_shard.sum_of_d_input(problem.shard, d_input)",
         "pass",
         TORCH_RANKS,
+    ),
+    Mutation(
+        "jax_pallas/shard_rows.py",
+        '(merged["exp_logs"] + shift * LN_2 * totals)',
+        'merged["exp_logs"]',
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/row_kernels.py",
+        "mask=inside) - ref_exponent)",
+        "mask=inside) * 0)",
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/row_kernels.py",
+        "theta = jnp.where(is_class, theta, 0.0)",
+        "pass",
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/row_kernels.py",
+        "least = jnp.where(ref_exponent == 0, LEAST_SUM, -1.0)",
+        "pass",
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "total = vocab_shard.sum_of_d_input(of_shard.problem.devices, part)",
+        "total = part",
+        JAX_SHARDS_BY_KERNELS,
     ),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),
@@ -915,7 +946,7 @@ SAVED_ROWS = (
         JAX_SAVED,
     ),
     Mutation(
-        "jax_pallas/scaled_exp.py",
+        "jax_pallas/row_statistics.py",
         "exp_logs[:, :n] - shift * sums[:, :n]",
         "exp_logs[:, :n]",
         tests("jax_pallas_saved", "kernels_are_within"),

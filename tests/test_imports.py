@@ -194,14 +194,21 @@ ONE_FRAMEWORK_ONLY = {
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
         "times_head",  # in PyTorch, `_store_d_input` has this matmul
     },
+    "shard_rows.py": {
+        *("ReducedRows", "start_sum", "put_rows_kernel", "put_sum"),  # XLA waits for sums, and writes them
+        *("OwnNumbers", "merge_shards_kernel"),  # XLA fuses what it does
+    },
+    "row_statistics.py": {
+        *("LogitStatistics", "finish_statistics_kernel", "keep_rows_kernel", "keep_rows"),
+        *("merge_kernel", "merge"),  # in JAX, XLA merges the statistics of vocabulary chunks
+        "first_of_largest",  # in JAX, row_math.py defines it
+    },
     # A rank knows its place in the group when it calls, a device only when it runs. Ranks may disagree, devices of one
     # program cannot.
     "vocab_shard.py": {
         *(
             "VocabShard",
-            "all_sum",
             "start_all_sum",
-            "gather",
             "check_group",
             "shard_of",
             "joint_normalizer",

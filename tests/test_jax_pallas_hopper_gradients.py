@@ -18,6 +18,7 @@ from reductions import additions_in_l2  # noqa: F401
 from jax_pallas import hopper_common, hopper_gradients, input_grad, recompute, scaled_exp
 from jax_pallas.hopper_common import BLOCK_V, MULTIPROCESSORS
 from jax_pallas.hopper_gradients import add_d_weight, store_d_input
+from jax_pallas.hopper_input_sums import d_input_sums
 from jax_pallas.launch import hopper_gradient_limits
 from jax_pallas.problem import halves
 from jax_pallas.slicing import Slice
@@ -322,6 +323,19 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others = np.setdiff1d(np.arange(sizes.tokens), own)
     assert (np.asarray(found)[others] == np.asarray(held)[others]).all()
     assert smooth is not None or not float64(found)[own][(rho == 0) & (theta == 0)].any()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "split" else SLOW) for name in WAYS])
+def test_d_input_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, many, schedule = WAYS[name]
+    use_programs(monkeypatch, many)
+    w, e = sizes.bfloat16(sizes.vocab, sizes.hidden), sizes.e()
+    expected = float64(e)[: sizes.rows, : sizes.classes] @ float64(w)[: sizes.classes]
+    w = replaced(w, np.s_[sizes.classes :], np.nan)
+    options: dict[str, Any] = {"classes": sizes.classes, "vocab_axis": sizes.vocab_axis, "schedule": schedule}
+    found = d_input_sums(e, sizes.head(w), rows=sizes.rows, **options, interpret=True)
+    assert found.dtype == jnp.float32
+    assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
 # Each of these takes other branches of the loader, of the last step's classes and of the fix-up.

@@ -511,9 +511,8 @@ def compile_one(
     def finish_rows(*arrays: Any) -> Any:
         x, w, rows, place, e, found, joined, repaired, class_weight = arrays
         ours = call_problem(x, w, None, class_weight)
-        return row_kernels.finish_rows(
-            ours, rows, place, n, found._replace(e=e), None, joined, repaired, x, by_row=options
-        )
+        numbers = row_kernels.ChunkNumbers(ours, found._replace(e=e), None, joined, repaired, 128)
+        return row_kernels.finish_rows(numbers, rows, place, n, x, by_row=options)
 
     def sort_by_target(target: Any, row_weight: Any, theta: Any) -> Any:
         return target_grad.sort_by_target(target, row_weight, theta, 9000, v)

@@ -4,7 +4,10 @@ what devices gather that divide tokens and classes, within `jax.shard_map`.
 The tests need several devices, so they run in a separate process: `host_devices.py`.
 """
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -390,7 +393,7 @@ def check_errors() -> None:
         gather="head",
     )
     kernels = {"vocab_axis_name": "fsdp", "implementation": "pallas_triton"}
-    refused("linear_weight is a shard of the vocabulary", divided, **kernels, gather="tokens")
+    refused("the kernels take no shard of the vocabulary", divided, **kernels, gather="tokens")
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -433,6 +436,25 @@ def test_every_case(name: str) -> None:
     """In a process for each form, because one takes minutes."""
     failures = failures_in(Path(__file__), [name])
     assert name not in failures, failures[name]
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_four_devices() -> None:
+    """Its losses are the same on every grid of devices."""
+    root = Path(__file__).parent.parent
+    options: dict[str, Any] = {"cwd": root, "capture_output": True, "text": True, "check": False}
+    environment = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)
+    found = []
+    for tensor in ("1", "2", "4"):
+        command = [sys.executable, "examples/mesh.py", "--steps", "20", "--tensor", tensor]
+        done = subprocess.run(command, env=environment, **options)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append([float(line.split()[-1]) for line in done.stdout.splitlines()])
+    first, last = found[0]
+    assert abs(first - 6.24) < 0.1
+    assert last < 5.0
+    assert found == [found[0]] * 3
 
 
 if __name__ == "__main__":

@@ -1,0 +1,184 @@
+"""Scaled exponentials where each device of a mesh axis has a shard of the vocabulary: MATH.md (53), (54).
+
+All devices have the same rows, and a device computes the exponentials of its own classes. The devices exchange three
+times:
+
+    before the first chunk     one number a row, its reference exponent by the target's logit, 0 from devices that do
+                               not have the target. So all begin with the same reference exponents
+    for each chunk             four numbers a row: the sum of the exponentials, the reference exponent, which repairs
+                               may have changed, the target's summand and logit; and the statistics of its logits. All
+                               devices add them in the same order, so they have the same results, bit for bit
+    for each chunk             the sum of d_input over the devices, while each adds to its own d_weight
+"""
+
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from jax_pallas import vocab_shard
+from jax_pallas.devices import ONE_DEVICE
+from jax_pallas.problem import Problem
+from jax_pallas.row_kernels import (
+    FINISHED_ROWS,
+    FIRST_ROW,
+    LN_2,
+    SIZE,
+    CallRows,
+    ChunkNumbers,
+    Exponentials,
+    Joined,
+    NumberRefs,
+    OfShard,
+    column_sums,
+    is_flagged,
+    numbers_of,
+    repaired_ref_exponent,
+    top_exponent_of,
+)
+from jax_pallas.row_math import first_of_largest, power_of_two
+from jax_pallas.slicing import Slice
+from jax_pallas.triton_launch import arange, load, run, store
+
+LEAST_SHIFT = -1000.0  # below the exponents of float32
+
+
+class ShardRows(NamedTuple):
+    """What the rows of a call have beside those of `CallRows`, which are of this device's shard."""
+
+    problem: Problem  # of the classes of all shards
+    target: Array  # (P,) int32, the class; `CallRows.target` is its place in this shard, or -1
+
+
+def of_own_classes(problem: Problem) -> Problem:
+    """Returns the problem of this device's classes alone, which are all rows of its shard. Targets in other shards are
+    -1."""
+    rows = problem.linear_weight.shape[problem.vocab_axis]
+    own = problem.target - problem.vocab_offset
+    own = jnp.where((own >= 0) & (own < rows) & (problem.target < problem.classes), own, -1)
+    return replace(problem, target=own, classes=rows, vocab_offset=0, devices=ONE_DEVICE)
+
+
+def start(rows: CallRows, target: Array, whole: Problem) -> tuple[CallRows, ShardRows]:
+    """Returns the rows with the reference exponents by the targets' logits of all shards. target: (P,), of the whole
+    problem.
+
+    Rows past the last one have inf on all devices.
+    """
+    ref_exponent = vocab_shard.all_sum(whole.devices, rows.ref_exponent)
+    return rows._replace(ref_exponent=ref_exponent), ShardRows(whole, target)
+
+
+class OwnNumbers(NamedTuple):
+    """The static arguments of `own_numbers_kernel`: those of `row_kernels.numbers_of`."""
+
+    by_row: bool
+    top_exponent: int
+
+
+def own_numbers_kernel(
+    static_args: OwnNumbers, place_ref: Any, total_ref: Any, target_exp_ref: Any, target_logit_ref: Any,
+    target_places_ref: Any, repaired_sum_ref: Any, repaired_exp_ref: Any, repaired_logit_ref: Any, target_ref: Any,
+    ref_exponent_ref: Any, top_ref: Any, flag_ref: Any, number_ref: Any,
+) -> None:  # fmt: skip
+    """Writes number (6, rows) float32 of a chunk's rows and of the classes of this shard: the sum of the exponentials,
+    the reference exponent, the target's summand and logit, 0 where the target is not in the shard, whether the row was
+    computed again, and the reference exponent of the exponentials that are stored. With `by_row` that may be another:
+    all rows of a block are stored again. One program owns FINISHED_ROWS rows."""
+    row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
+    inside, at = row < place_ref[SIZE], place_ref[FIRST_ROW] + row
+    flagged = is_flagged(place_ref, flag_ref)
+    new_total = column_sums(repaired_sum_ref, row, flagged)
+    target = load(target_ref, at, mask=inside)
+    refs = NumberRefs(
+        place_ref, total_ref, target_exp_ref, target_logit_ref, target_places_ref, repaired_exp_ref,
+        repaired_logit_ref, ref_exponent_ref, top_ref,
+    )  # fmt: skip
+    owned = inside & (target >= 0)
+    options = {**static_args._asdict(), "of_shard": True}
+    found = numbers_of(refs, row, at, inside, target, owned, flagged, new_total, **options)
+    ref_exponent, again = load(ref_exponent_ref, at, mask=inside), inside & flagged
+    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=again), static_args.top_exponent)
+    for index, values in enumerate((*found, jnp.where(again, new_ref_exponent, ref_exponent))):
+        store(number_ref, jnp.full_like(row, index), row, values=values, mask=inside)
+
+
+def merge(
+    own: ChunkNumbers, rows: CallRows, of_shard: ShardRows, chunk: Slice, place: Array, size: int, *, by_row: bool
+) -> tuple[CallRows, ChunkNumbers]:
+    """Merges the numbers of a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`, of this shard, with
+    those of the other devices: (53). Returns the rows with the reference exponents of the merged numbers."""
+    whole, found = of_shard.problem, own.found
+    exact = _own_numbers(own, rows, place, size, by_row=by_row)
+    statistics = _own_statistics(own, exact[4] != 0, size)
+    present = {name: numbers for name, numbers in statistics.items() if numbers is not None}
+    gathered = vocab_shard.gather(whole.devices, jnp.concatenate([exact[:4], *(n[None] for n in present.values())]))
+    totals, exponents, target_exps, target_logits, *others = gathered  # (devices, size) each
+    merged = dict(zip(present, others, strict=True))
+    largest = exponents.max(0)
+    shift = exponents - largest
+    factor = power_of_two(jnp.maximum(shift, LEAST_SHIFT).astype(jnp.int32))  # exactly, as exp2 may not be
+    if "exp_logs" in merged:  # the exponents change with the reference, and so do the terms 2**t * t
+        terms = (merged["exp_logs"] + shift * LN_2 * totals) * factor
+        merged["exp_logs"] = jnp.where(factor == 0, 0.0, terms)
+    if "squares" in merged:
+        merged["squares"] = jnp.where(factor == 0, 0.0, merged["squares"] * factor * factor)
+    sums = totals * factor
+    of_targets = (reduce(add, numbers)[None] for numbers in (target_exps * factor, target_logits))
+    tops = merged.get("tops")
+    joined = Joined(reduce(add, sums), None if tops is None else tops.max(0))
+    numbers = ChunkNumbers(
+        whole,
+        Exponentials(found.e, sums, tops, *of_targets, **{k: v for k, v in merged.items() if k != "tops"}),
+        places=None,
+        joined=joined,
+        repaired=None,
+        block_width=whole.linear_weight.shape[whole.vocab_axis],
+        of_shard=OfShard(of_shard.target, exact[5]),
+    )
+    part = Slice(chunk.start, size, None)
+    return rows._replace(ref_exponent=part.put(rows.ref_exponent, largest)), numbers
+
+
+def _own_numbers(own: ChunkNumbers, rows: CallRows, place: Array, size: int, *, by_row: bool) -> Array:
+    """Launches `own_numbers_kernel`."""
+    of_targets = None
+    if own.places is not None:
+        of_targets, place = own.places.places, jnp.concatenate([place, own.places.index[None]])
+    assert own.repaired is not None
+    of_chunk = own.joined.total, own.found.target_exp, own.found.target_logit, of_targets, *own.repaired[:3]
+    operands = place, *of_chunk, rows.target, rows.ref_exponent, rows.top, rows.flag
+    static_args = OwnNumbers(by_row, top_exponent_of(own.problem))
+    results, grid = (jax.ShapeDtypeStruct((6, size), jnp.float32),), (pl.cdiv(size, FINISHED_ROWS),)
+    return run(own_numbers_kernel, static_args, operands, results, grid, stages=1)[0]
+
+
+def _own_statistics(own: ChunkNumbers, again: Array, size: int) -> dict[str, Array | None]:
+    """Returns the statistics of rows over the classes of this shard, (size,) float32 each, by their names in
+    `Exponentials`. `again` (size,): they were computed again."""
+    found, repaired, column = own.found, own.repaired, None
+    assert repaired is not None
+
+    def summed(values: Array | None, values_again: Array | None) -> Array | None:
+        if values is None:
+            return None
+        total = values[:, :size].sum(0)
+        return total if values_again is None else jnp.where(again, values_again[:, :size].sum(0), total)
+
+    if found.columns is not None:
+        assert found.tops is not None
+        assert own.joined.largest is not None
+        column = first_of_largest(found.tops[:, :size], found.columns[:, :size], own.joined.largest, own.block_width)
+        column = column.clip(0, own.problem.classes - 1).astype(jnp.float32)
+    return {
+        "tops": own.joined.largest,
+        "columns": column,
+        "exp_logs": summed(found.exp_logs, repaired.exp_logs),
+        "logit_sums": summed(found.logit_sums, None),
+        "squares": summed(found.squares, repaired.squares),
+    }

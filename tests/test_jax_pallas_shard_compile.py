@@ -1,0 +1,156 @@
+"""Compiles the loss for several H200s that divide the vocabulary, without a GPU: what they exchange, what runs beside
+it, temporaries within the budget, and kernels that spill no registers.
+
+`python test_jax_pallas_shard_compile.py PROGRAMS` compiles the programs, a JSON list of dicts with the arguments of
+`compiled`, and prints a JSON line for each.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_jax_pallas_gpu_compile import GEMMA, LLAMA, QWEN, check_kernels, keep_printed, keeping_toolkit
+
+from benchmarks.jax_ptx import COMPILER
+from benchmarks.jax_ptx import environment as gpu_compiler
+from jax_pallas import explain, linear_cross_entropy, linear_log_probs, linear_token_loss_with_stats, token_losses
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
+
+HERE = Path(__file__).parent
+MATMULS = ("exponentials", "d_input_sums", "d_weight")
+
+
+def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
+    """Compiles a call with gradients for so many GPUs. v: of one GPU."""
+    target = (HERE / "targets/h200.pbtxt").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
+    mesh = topologies.make_mesh(topology, (shards,), ("vocab",))
+    options: dict[str, Any] = {"vocab_axis": vocab_axis, "vocab_axis_name": "vocab", "implementation": "mosaic"}
+    head, sizes = (P("vocab"), (shards * v, d)) if vocab_axis == 0 else (P(None, "vocab"), (d, shards * v))
+
+    def shape(sizes: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    def call(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
+        def loss(x: jax.Array, w: jax.Array) -> Any:
+            if mode == "train":
+                return linear_cross_entropy(x, w, y, **options)
+            if mode == "log_probs":
+                return linear_log_probs(x, w, y, **options).log_prob.sum()
+            rows = y.astype(jnp.float32)
+            return linear_token_loss_with_stats(x, w, y, token_losses.ppo_clip(), rows, rows, **options)[0]
+
+        return jax.value_and_grad(loss, (0, 1))(x, w)
+
+    arrays = shape((n, d), jnp.bfloat16, P()), shape(sizes, jnp.bfloat16, head), shape((n,), jnp.int32, P())
+    with jax.set_mesh(mesh):
+        body = jax.shard_map(call, mesh=mesh, in_specs=(P(), head, P()), out_specs=(P(), (P(), head)))
+        return jax.jit(body).lower(*arrays).compile()
+
+
+def operations(program: str) -> list[str]:
+    """Returns the operations of a compiled program in the order in which they are launched: kernels of this library by
+    their names, collectives with the shapes of their results."""
+    found = []
+    for line in re.sub(r"/\*.*?\*/", "", program).splitlines():
+        operation = re.match(r"\s+(?:ROOT )?\S+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
+        if operation is None:
+            continue
+        kind = operation[2]
+        if kind == "custom-call":
+            kernel = re.search(r"op_name=\"[^\"]*?/(\w+)/(?:mpmd_map|pallas_call)", line)
+            target = re.search(r'custom_call_target="([^"]*)"', line)
+            assert target is not None
+            if target[1] != "AllocateBuffer":
+                found.append(target[1] if kernel is None else kernel[1])
+        elif re.match("all-|reduce-scatter|collective|dot|send|recv", kind):
+            found.append(f"{kind} {operation[1]}")
+    return found
+
+
+def main() -> None:
+    for program in json.loads(sys.argv[1]):
+        executable = compiled(**program)
+        temporaries = executable.memory_analysis().temp_size_in_bytes
+        found = {"temporaries": temporaries, "operations": operations(executable.as_text())}
+        print(json.dumps({**program, **found}), flush=True)
+
+
+def compile_all(programs: list[dict[str, Any]], kept: Path) -> list[dict[str, Any]]:
+    """Returns what `main` prints, and keeps the kernels in a folder."""
+    if not COMPILER.is_dir():
+        pytest.fail(f"{COMPILER} is missing: run `make test`, which installs it")
+    paths = os.pathsep.join([str(HERE.parent), str(COMPILER)])
+    kept_by = {"CUDA_ROOT": str(keeping_toolkit(kept)), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    environment = {**os.environ, **gpu_compiler(), "PYTHONPATH": paths, **kept_by}
+    command = [sys.executable, __file__, json.dumps(programs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    keep_printed(done.stdout, kept)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"mode"')]
+
+
+def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: int, kept: Path) -> None:
+    d, rows = shape[0], shape[1] // shards
+    program = {"mode": mode, "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
+    [found] = compile_all([program], kept)
+    arrays: Any = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((n, d), (rows, d)[:: 1 - 2 * vocab_axis])]
+    plan = explain(*arrays, vocab_axis=vocab_axis, device="h200", vocab_axis_name="vocab").plan
+    assert plan.path == "scaled_exp"
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
+    names = found["operations"]
+    counts = Counter(names)
+    chunks = counts["d_weight"]
+    assert chunks > 1
+    assert [counts[name] for name in MATMULS] == [
+        chunks + (mode == "log_probs") * (name == "exponentials") for name in MATMULS
+    ]
+    assert not [name for name in names if "gemm" in name or name.startswith("dot")]
+    started = [name for name in names if name.startswith("all-reduce ") or "-start " in name]
+    assert not [name for name in names if re.match("all-(?!reduce)|reduce-scatter|collective|send|recv", name)]
+    passes = 1 + (mode == "log_probs")
+    assert len(started) <= passes + 2 * chunks
+    assert not [name for name in started if re.search(rf"\b{rows}\b|\b{shape[1]}\b", name)]  # of logits or the head
+    # Each sum of d_input runs beside the matmul of d_weight of the same chunk.
+    sums = [index for index, name in enumerate(names) if re.match(rf"all-reduce-start .*f32\[\d+,{d}\]", name)]
+    assert len(sums) == chunks
+    for index in sums:
+        done = next(i for i in range(index, len(names)) if names[i].startswith("all-reduce-done"))
+        assert "d_weight" in names[index:done]
+    if mode == "token_stats":  # the kernel of the logits spills with all statistics, of one GPU too
+        return
+    check_kernels(kept, *MATMULS, *(f"{name}_kernel" for name in ("pick", "own_numbers", "finish_rows", "repair")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "shards", "n", "shape", "vocab_axis"),
+    [
+        ("train", 8, 8192, LLAMA, 0),
+        ("train", 2, 8192, LLAMA, 0),
+        ("train", 2, 8192, GEMMA, 1),
+        ("train", 2, 8192, QWEN, 0),
+        ("train", 8, 131072, LLAMA, 0),  # a loop over chunks
+        ("token_stats", 2, 8192, QWEN, 0),
+        ("log_probs", 8, 8192, LLAMA, 0),
+    ],
+)
+def test_what_shards_exchange_and_hold(
+    mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: int, tmp_path: Path
+) -> None:
+    check(mode, shards, n, shape, vocab_axis, tmp_path)
+
+
+if __name__ == "__main__":
+    main()

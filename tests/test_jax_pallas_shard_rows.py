@@ -1,0 +1,184 @@
+"""Tests the loss by three matmuls where devices divide the vocabulary, with the kernels of Pallas' Triton backend in
+its interpreter: `jax_pallas/shard_rows.py`.
+
+The tests need several devices, so they run in a separate process: `host_devices.py`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assertions import least_budget
+from host_devices import failures_of, run_named
+from jax.sharding import PartitionSpec as P
+from sharded_cases import assert_within_budget, mesh_of, run_sharded
+
+from jax_pallas.linear_ce import explain, linear_cross_entropy, linear_log_probs, linear_token_loss_with_stats
+from jax_pallas.row_kernels import leaves_range
+from linear_ce.spec import LossSpec
+from parity.arrays import make_arrays
+from parity.cases import Case
+
+SHARDS = 2
+KERNELS: dict[str, Any] = {"implementation": "pallas_triton", "vocab_axis_name": "vocab"}
+ROWS: dict[str, Any] = {"lead": (96,), "hidden": 32, "vocab": 256, "dtype": "bfloat16", "has_bias": True}
+ROWS |= {"ignored": "some", "poison": ("ignored_rows",), "tight_memory": True}
+CAPPED = LossSpec("none", softcap=5.0, logit_scale=0.7, z_loss_weight=0.01)
+POLICY: dict[str, Any] = {"function": "token_loss", "token_loss": "ppo_clip", "token_stats": True}
+CASES = (
+    Case(name="class weights", **ROWS, has_class_weight=True, token_weight="signed", spec=LossSpec("sum")),
+    Case(name="token loss", **ROWS, **POLICY, logit_std=40.0),
+    Case(name="mean", **ROWS),
+    Case(name="softcap, none", **ROWS, spec=CAPPED, upstream="random", vocab_axis=1),
+    Case(name="far logits", **ROWS, logit_std=60.0, spec=LossSpec("none"), upstream="random"),
+    Case(name="log-probabilities", **ROWS, function="log_probs", spec=LossSpec("none"), unused=("entropy", "lse")),
+    Case(name="token loss, none", **ROWS, **POLICY, spec=LossSpec("none")),
+    replace(Case(name="no token", **ROWS), ignored="all"),
+    Case(name="frozen head", **ROWS, frozen=("linear_weight", "linear_bias"), spec=LossSpec("none")),
+    replace(Case(name="out of range", **ROWS, spec=LossSpec("none")), poison=("target_range",)),
+)
+QUICK = ("class weights", "token loss", "bits", "confident", "errors")
+
+
+def budget_of(case: Case) -> int:
+    """Returns a memory budget with which a call has three chunks of rows."""
+    w = (case.vocab // SHARDS, case.hidden)
+    x, head = (
+        jax.ShapeDtypeStruct(shape, case.dtype) for shape in ((case.n, case.hidden), w[:: 1 - 2 * case.vocab_axis])
+    )
+    arrays: Any = x, head
+    options: dict[str, Any] = KERNELS | {"vocab_axis": case.vocab_axis, "softcap": case.spec.softcap}
+    budget = (
+        least_budget(lambda one: explain(*arrays, **options, memory_budget=one)) + 2**15
+    )  # statistics, and numbers of the tokens
+    plan = explain(*arrays, **options, memory_budget=budget).plan
+    assert plan.path == "scaled_exp"
+    assert case.n == 3 * plan.chunks.rows
+    return budget
+
+
+def check_case(case: Case) -> None:
+    arrays = make_arrays(case)
+    found = run_sharded(case, arrays, mesh_of(vocab=SHARDS), **KERNELS, memory_budget=budget_of(case))
+    assert_within_budget(case, arrays, found)
+
+
+def given_arrays() -> tuple[Any, ...]:
+    random = np.random.default_rng(0)
+    x, w = random.standard_normal((96, 32)), random.standard_normal((256, 32)) / 3
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), jnp.asarray(random.integers(0, 256, 96))
+
+
+def of_shards(body: Callable[..., Any], out: Any) -> Any:
+    return jax.jit(jax.shard_map(body, mesh=mesh_of(vocab=SHARDS), in_specs=(P(), P("vocab"), P()), out_specs=out))
+
+
+def check_bits() -> None:
+    """Both devices have the same results, and a token loss the log-probabilities of `linear_log_probs`, bit for bit.
+
+    Of one row the target's logit is far below the others, so its block of rows is computed again on one device.
+    """
+    x, w, y = given_arrays()
+    w = w.at[200].mul(40).at[30].mul(-40)
+    y = y.at[5].set(30)
+
+    def body(x: Any, w: Any, y: Any) -> Any:
+        def loss(x: Any) -> Any:
+            return linear_token_loss_with_stats(x, w, y, lambda log_prob: -log_prob, **KERNELS)
+
+        (value, stats), d_x = jax.value_and_grad(loss, has_aux=True)(x)
+        log_prob = linear_log_probs(x, w, y, **KERNELS).log_prob
+        every = value, stats.log_prob, log_prob, d_x.astype(jnp.float32)
+        return jax.tree.map(lambda one: jax.lax.pcast(one, ("vocab",), to="varying")[None], every)
+
+    _, stats, log_prob, _ = found = of_shards(body, P("vocab"))(x, w, y)
+    for one in found:
+        assert np.array_equal(one[0], one[1])
+        assert np.isfinite(one).all()
+    assert np.array_equal(stats, log_prob)
+    assert stats.min() < -60
+
+
+def check_confident() -> None:
+    """Where the target's logit is far above the others, the other device's sums are tiny, which is no reason to compute
+    them again, and the loss is exact."""
+    x, w, y = given_arrays()
+    w = w.at[7].set(12 * jnp.sign(x[0]))
+    y = jnp.full_like(y, 7)
+    x = jnp.tile(x[:1], (96, 1))
+
+    def loss(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, reduction="none", **KERNELS)
+
+    found = of_shards(loss, P())(x, w, y)
+    logits = x[0].astype(jnp.float32) @ w.T.astype(jnp.float32)
+    logits = np.asarray(logits, np.float64)
+    others = np.delete(logits, 7) - logits[7]
+    assert others.max() < -150
+    np.testing.assert_allclose(found, np.log1p(np.exp(others).sum()), rtol=1e-5, atol=1e-38)
+    total = jnp.asarray([0.0, 0.0, 2.0**60])
+    assert leaves_range(total, jnp.asarray([5.0, 0.0, 5.0])).tolist() == [False, True, True]
+
+
+def check_exchange() -> None:
+    """One sum before the first chunk and two for each chunk, none of them of logits or of the head."""
+    x, w, y = given_arrays()
+    grads = jax.value_and_grad(partial(linear_cross_entropy, **KERNELS), (0, 1))
+    text = of_shards(lambda *arrays: grads(*arrays), (P(), (P(), P("vocab")))).lower(x, w, y).as_text()
+    assert not re.search("all_gather|all_to_all|reduce_scatter|collective_permute", text)
+    sums = re.findall(r"all_reduce.*?\}\) : \((tensor<\S+>)\)", text, re.DOTALL)
+    assert sorted(sums) == ["tensor<128xf32>", "tensor<4x2x96xf32>", "tensor<96x32xf32>"]
+
+
+def check_errors() -> None:
+    x, w, y = given_arrays()
+
+    def refused(message: str, *arrays: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=f"'pallas_triton' cannot serve this call: {message}"):
+            of_shards(lambda *a: linear_cross_entropy(*a, **KERNELS, **options), P())(*arrays)
+
+    none = "the kernels take no shard of the vocabulary \\(vocab_axis_name\\) with "
+    refused(none + "float32 input", x.astype(jnp.float32), w.astype(jnp.float32), y)
+    refused(none + "float32 linear_weight", x, w.astype(jnp.float32), y)
+    refused(none + "label_smoothing 0.1", x, w, y, label_smoothing=0.1)
+    refused(none + "vocab_size below the rows of all devices", x, w, y, vocab_size=255)
+    h200: dict[str, Any] = {"device": "h200", "vocab_axis_name": "vocab"}
+    found = explain(x, w[:128], **h200, label_smoothing=0.1)
+    assert (found.name, found.plan.path) == ("chunked", "chunked")
+    assert found.reason == re.sub(r"\\", "", none) + "label_smoothing 0.1"
+    big: Any = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((16032, 4096), jnp.bfloat16)
+    found = explain(*big, **h200)
+    assert (found.name, found.plan.path) == ("mosaic", "scaled_exp")
+    assert not found.plan.scaled_exp_config.first_rows
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **{case.name: partial(check_case, case) for case in CASES},
+    "bits": check_bits,
+    "confident": check_confident,
+    "exchange": check_exchange,
+    "errors": check_errors,
+}
+
+
+@pytest.fixture(scope="module")
+def failures(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The failures of the selected tests' CHECKS on several devices."""
+    return failures_of(request)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CHECKS]
+)
+def test_shards_by_the_kernels(name: str, failures: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
+
+
+if __name__ == "__main__":
+    run_named(CHECKS)
