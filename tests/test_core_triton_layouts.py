@@ -269,7 +269,7 @@ def test_a_distributed_head_beside_a_plain_input_is_refused() -> None:
         mesh = init_device_mesh("cpu", (2,))
         x, w, target = torch.randn(4, 8), torch.randn(10, 8), torch.zeros(4, dtype=torch.long)
         shared = DTensor.from_local(w, mesh, [Replicate()])
-        with pytest.raises(ValueError, match="input must be a DTensor beside a DTensor linear_weight.*got Tensor"):
+        with pytest.raises(ValueError, match="input must be a DTensor beside a DTensor linear_weight"):
             core_triton.linear_cross_entropy(x, shared, target)
     finally:
         torch.distributed.destroy_process_group()
