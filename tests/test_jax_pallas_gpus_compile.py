@@ -32,18 +32,35 @@ def scalars_apart(found: dict[str, Any]) -> list[tuple[str, str, int, bool]]:
     return [one for one in exchanged(found) if one[0] != "all-reduce" or one[2] > 1]
 
 
+def check_shards(sums: list[tuple[str, str, int, bool]], hidden: int, vocab: int) -> list[int]:
+    """Checks the sums of chunks over devices that divide the vocabulary: some numbers for each row, and d_input.
+    Returns the rows of the chunks."""
+    assert {(kind, dtype) for kind, dtype, *_ in sums} == {("all-reduce", "f32")}
+    sizes = sorted(size for _, _, size, _ in sums)
+    numbers, d_input = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+    rows = [size // hidden for size in d_input]
+    assert numbers == [4 * DEVICES * of_chunk for of_chunk in rows]
+    assert all(size < of_chunk * vocab // DEVICES for size, of_chunk in zip(numbers, rows, strict=True))
+    return rows
+
+
 @pytest.mark.parametrize("shape", [LLAMA, QWEN, GEMMA])
 def test_a_divided_vocabulary(shape: tuple[int, int]) -> None:
-    """Each chunk of rows exchanges some numbers for each row, and d_input. No device sees the head or the logits of
-    others."""
-    hidden, vocab = shape
+    """The devices exchange the logits of the targets once, and some numbers for each row and d_input in each chunk. No
+    device sees the head or the logits of others."""
     found = compile_form("vocabulary", 8192, shape)
-    loops = scalars_apart(found)
-    assert [(kind, dtype, loop) for kind, dtype, _, loop in loops] == [("all-reduce", "f32", True)] * 2
-    numbers, d_input = sorted(size for _, _, size, _ in loops)
-    rows = d_input // hidden
-    assert numbers == 4 * DEVICES * rows
-    assert numbers < rows * vocab // DEVICES
+    sums = scalars_apart(found)
+    sums.remove(("all-reduce", "f32", 8192, False))
+    assert not any(loop for *_, loop in sums)  # of few chunks, which are unrolled
+    assert sum(check_shards(sums, *shape)) == 8192
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
+
+
+def test_a_divided_vocabulary_without_kernels() -> None:
+    found = compile_form("vocabulary", 8192, LLAMA, "chunked")
+    sums = scalars_apart(found)
+    assert all(loop for *_, loop in sums)
+    assert len(check_shards(sums, *LLAMA)) == 1
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
 
 
@@ -84,11 +101,14 @@ def test_fsdp_gathers_the_tokens() -> None:
     """Besides the sums of a divided vocabulary."""
     (hidden, vocab), tokens = LLAMA, 65536
     found = compile_form("fsdp, tokens", tokens, LLAMA)
-    others = [(kind, dtype, size) for kind, dtype, size, loop in scalars_apart(found) if not loop]
-    assert ("all-gather", "bf16", tokens * hidden) in others
-    assert all(kind == "all-gather" and size in (tokens, tokens * hidden) for kind, _, size in others)
-    loops = [one for one in scalars_apart(found) if one[3]]
-    assert [(kind, dtype) for kind, dtype, *_ in loops] == [("all-reduce", "f32")] * 2
+    exchanges = scalars_apart(found)
+    gathers = {(dtype, size) for kind, dtype, size, _ in exchanges if kind == "all-gather"}
+    assert ("bf16", tokens * hidden) in gathers
+    assert gathers <= {("bf16", tokens * hidden), ("s32", tokens), ("f32", tokens)}
+    sums = [one for one in exchanges if one[0] != "all-gather"]
+    sums.remove(("all-reduce", "f32", tokens, False))
+    assert any(loop for *_, loop in sums)
+    check_shards(sums, *LLAMA)
     # The tokens of all and their gradients, and the sum of d_weight in float32.
     more = 2 * 2 * tokens * hidden + 4 * hidden * vocab / DEVICES
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + more
