@@ -209,9 +209,9 @@ def linear_cross_entropy(
             as many rows as the others. V is then the number of rows of all shards, vocab_size the number of classes of
             all, and weight has V numbers. All other arrays are the same on the devices of the axis, and so are the
             results and the gradient of input, bit for bit. The gradients of linear_weight and linear_bias are those of
-            the shard. The kernels run bfloat16 without label smoothing and without padding, in the three matmuls of
-            one GPU divided by the devices; all else, and gradients of the entropy, run "chunked", in four. saved_budget
-            must be 0 and batch_invariant False.
+            the shard. The kernels run bfloat16 without label smoothing, in the three matmuls of one GPU divided by the
+            devices; all else, and gradients of the entropy, run "chunked", in four. saved_budget must be 0 and
+            batch_invariant False.
         reduce_dtype: float32, or bfloat16 to halve the bytes of the sum of the gradient of input over the devices of
             vocab_axis_name. Each addition then rounds to bfloat16.
         replicated: whether a program for several devices, outside of `jax.shard_map`, may gather the arrays and compute
