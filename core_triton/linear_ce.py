@@ -40,6 +40,7 @@ from core_triton.arguments import (
     prepare,
     spec_of,
 )
+from core_triton.dtensors import Gather, takes_dtensors
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
@@ -88,6 +89,7 @@ class Explanation(Implementation):
         return f"implementation: {self.name}, {self.reason}\n{self.plan}"
 
 
+@takes_dtensors
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -114,6 +116,8 @@ def linear_cross_entropy(
     token_group: "dist.ProcessGroup | None" = None,
     reduce_dtype: torch.dtype = torch.float32,
     check_agreement: bool = False,
+    gather: Gather | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -186,7 +190,7 @@ def linear_cross_entropy(
             divides them. vocab_size is the number of all classes, and without it all rows are classes. input, target,
             weight (of all classes), token_weight and the options are the same on all ranks. Every rank returns the same
             loss, bit for bit, and the whole gradient of input. The gradients of linear_weight and linear_bias are those
-            of its shard. The matmuls are divided by the ranks: the three of one GPU for a bfloat16 input and the
+            of its shard. The matmuls are divided by the ranks: the three of one GPU for a 16-bit input and the
             kernels, and otherwise four. saved_budget and batch_invariant are not supported.
         token_group: process group whose ranks have different tokens, as many or not. The mean of the losses of its
             ranks is the loss of all their tokens, and the mean of their gradients is its gradient, so
@@ -199,6 +203,19 @@ def linear_cross_entropy(
         check_agreement: the ranks of a group compare shapes and options at each call, and raise if they differ. The
             first three calls of a group do it in any case, in eager mode. Ranks that differ later wait for each other
             until the timeout of the group.
+        gather: "tokens" or "head", what a call gathers whose ranks share neither, or None. input and linear_weight are
+            then DTensors that are sharded on the same dimension of a mesh, on tokens and on classes. None gathers what
+            is less: the tokens if all ranks together have fewer than K. With "head" input may be a plain Tensor of this
+            rank's tokens, as in FSDP2, which takes the mean of the ranks' gradients.
+        sequence_parallel: the ranks of vocab_group have different tokens, as many on each. All ranks gather the tokens
+            of the group, (ranks N, D), and return the loss of all of them, or for reduction "none" the losses of their
+            own. The gradient of input is that of a rank's own tokens.
+
+    input, linear_weight, linear_bias, target, token_weight and normalizer may be DTensors of one mesh. On a dimension
+    of the mesh where linear_weight is Shard(0) and input Replicate, ranks have the same tokens and different classes,
+    as with vocab_group. Where input is sharded on tokens and linear_weight is Replicate, ranks have different tokens.
+    Where both are sharded, `gather` says what is gathered. The loss is that of all tokens and a DTensor (Replicate, or
+    for reduction "none" as input), and the gradients are those of the loss of all tokens, summed over ranks in float32.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -237,6 +254,7 @@ def linear_cross_entropy(
     return _shaped(_loss(call, statistics=0).loss, target)
 
 
+@takes_dtensors
 def linear_cross_entropy_with_stats(
     input: Tensor,
     linear_weight: Tensor,
@@ -263,6 +281,8 @@ def linear_cross_entropy_with_stats(
     token_group: "dist.ProcessGroup | None" = None,
     reduce_dtype: torch.dtype = torch.float32,
     check_agreement: bool = False,
+    gather: Gather | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -306,6 +326,7 @@ def linear_cross_entropy_with_stats(
     return _shaped(loss, target), stats
 
 
+@takes_dtensors
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -325,6 +346,8 @@ def linear_log_probs(
     vocab_group: "dist.ProcessGroup | None" = None,
     reduce_dtype: torch.dtype = torch.float32,
     check_agreement: bool = False,
+    gather: Gather | None = None,
+    sequence_parallel: bool = False,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -367,6 +390,7 @@ def linear_log_probs(
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
+@takes_dtensors
 def linear_token_loss(
     input: Tensor,
     linear_weight: Tensor,
@@ -391,6 +415,8 @@ def linear_token_loss(
     token_group: "dist.ProcessGroup | None" = None,
     reduce_dtype: torch.dtype = torch.float32,
     check_agreement: bool = False,
+    gather: Gather | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -455,6 +481,7 @@ def linear_token_loss(
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
+@takes_dtensors
 def linear_token_loss_with_stats(
     input: Tensor,
     linear_weight: Tensor,
@@ -480,6 +507,8 @@ def linear_token_loss_with_stats(
     token_group: "dist.ProcessGroup | None" = None,
     reduce_dtype: torch.dtype = torch.float32,
     check_agreement: bool = False,
+    gather: Gather | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, TokenStats]:
     r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
 

@@ -51,6 +51,7 @@ class ChunkNumbers(NamedTuple):
     problem: Problem  # of all classes
     class_blocks: int
     block_width: int  # classes of a class block
+    statistics: int  # those of the logits, of `linear_ce.statistics`
     sums: At  # (class_blocks, n), of exponentials relative to 2**ref_exponent
     of_logits: At  # (class_blocks, statistics, n), `kernels.store_statistics`
     ref_exponent: At
@@ -138,8 +139,7 @@ def pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor 
         chunk_rows=config.rows if start < len(rows.order) - config.first_rows else config.first_rows,
         tile=plan.tile,
     )
-    if rows.float16 is not None:
-        assert result is not None
+    if rows.float16 is not None and result is not None:
         float16.place(
             problem,
             rows.float16,

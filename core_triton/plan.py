@@ -228,7 +228,7 @@ def smoothing_is_linear(key: PlanKey) -> bool:
 
 def shards_are_scaled(key: PlanKey) -> bool:
     """Whether ranks that have shards of the vocabulary compute the logits once."""
-    return key.input.dtype == "bfloat16"
+    return key.input.dtype == "bfloat16" or not key.label_smoothing
 
 
 COPIES = 2  # copies of the head that a chunk usually makes where it must be cast: for the logits and for d_input

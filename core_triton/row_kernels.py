@@ -465,6 +465,8 @@ def finish_rows_of_shard_kernel(
     )  # fmt: skip
 
 
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
 FINISHED_ROWS = 8  # of a program: enough programs to fill a GPU
 
 FINISHED_COLUMNS = 512  # of the input that it scales at a time
@@ -559,7 +561,7 @@ def d_input_kernel(
     weight_stride_d,
     BLOCK_D: tl.constexpr,
     SPLITS_HEAD: tl.constexpr = False,
-    OF_SHARD: tl.constexpr = False,
+    OF_SHARD: tl.constexpr = None,
     factor_ptr=None,
     mean_row_ptr=None,
 ):
@@ -567,8 +569,8 @@ def d_input_kernel(
 
     One program owns BLOCK_D columns of a row. Reads e_w = e @ weight (rows, D) float32, rho and theta (rows,), weight
     (V, D), which it rounds to d_input's dtype unless SPLITS_HEAD, and row (rows,) int64: which row of d_input (N, D) a
-    row is. With OF_SHARD, weight is a shard of the vocabulary that may not hold the target, and d_input the bfloat16
-    or float32 part of this shard. With mean_row (D,) float32, factor * mean_row is added, with factor (rows,) float32.
+    row is. With OF_SHARD, the dtype of the input, weight is a shard that may not hold the target, and d_input a part of
+    any dtype. With mean_row (D,) float32, factor * mean_row is added, with factor (rows,) float32.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
@@ -578,10 +580,10 @@ def d_input_kernel(
     is_class = (target >= 0) & (target < classes)
     w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside & is_class, other=0.0)
     if not SPLITS_HEAD:
-        w = w.to(tl.bfloat16 if OF_SHARD else d_input_ptr.dtype.element_ty)
+        w = w.to(d_input_ptr.dtype.element_ty if OF_SHARD is None else OF_SHARD)
     w = w.to(tl.float32)
     result = rho * e_w + theta * w
-    if not OF_SHARD:
+    if OF_SHARD is None:
         result = tl.where(is_class, result, rho)  # not a class: rho is NaN
     if mean_row_ptr is not None:
         result += tl.load(factor_ptr + row) * tl.load(mean_row_ptr + columns, mask=inside, other=0.0)
@@ -598,7 +600,7 @@ def smooth_d_input_kernel(
     """`d_input_kernel` with label smoothing, another kernel for the reasons of `finish_rows_of_pieces_kernel`."""
     d_input_kernel(
         e_w_ptr, rho_ptr, theta_ptr, target_ptr, row_weight_ptr, row_ptr, weight_ptr, d_input_ptr, hidden, classes,
-        weight_stride, weight_stride_d, BLOCK_D, False, False, factor_ptr, mean_row_ptr,
+        weight_stride, weight_stride_d, BLOCK_D, False, None, factor_ptr, mean_row_ptr,
     )  # fmt: skip
 
 
@@ -618,7 +620,8 @@ def finish_d_input(
     w, (n, hidden), splits = problem.linear_weight, e_w.shape, problem.spec.splits_head
     block, options = column_block(hidden), {"SPLITS_HEAD": True} if splits else {}
     if problem.shard is not None:
-        options = {"SPLITS_HEAD": splits, "OF_SHARD": True}  # `launch` tells kernels apart by the values only
+        # `launch` tells kernels apart by the values only.
+        options = {"SPLITS_HEAD": splits, "OF_SHARD": TRITON_DTYPES[problem.input.dtype]}
     launch(
         smooth_d_input_kernel if smooth else d_input_kernel,
         (n, cdiv(hidden, block)),

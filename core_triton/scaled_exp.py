@@ -297,6 +297,7 @@ def _run(
             problem,
             config.blocks,
             _block_width(problem, config),
+            statistics & OF_BLOCKS,
             At(scratch, 0),
             At(scratch, config.blocks * n),
             At(rows.ref_exponent, start),
@@ -304,16 +305,16 @@ def _run(
             At(rows.target, start),
         )
         if of_shard is not None:
-            numbers = shard_rows.merge(numbers, blocks, rows, of_shard, chunk, statistics)
+            numbers = shard_rows.merge(numbers, blocks, rows, of_shard, chunk)
         row_weight = At(rows.row_weight, start)
         if hook is not None:
-            row_weight = _weights_of_token_loss(numbers, rows, chunk, hook, statistics)
+            row_weight = _weights_of_token_loss(numbers, rows, chunk, hook)
         scaled_x = None if d_weight is None or plan.fits_float16 else chunk_x
         by_row = statistics & BY_ROW != 0
         options = {"row_weight": row_weight, "e": e, "x": scaled_x, "by_row": by_row}
         _finish_rows(numbers, gradient_rows, chunk, **options)
         if hook is None:
-            _finish_statistics(numbers, rows, chunk, statistics)
+            _finish_statistics(numbers, rows, chunk)
         if saved_e is not None and e is not None:
             saved_kernels.clear(e.first, At(rows.rho, start))
         if unit_scale is not None:
@@ -341,7 +342,9 @@ def _run(
             continue
         count: Tensor | At = rows.count
         if plan.fits_float16:
-            count = _fit_in_float16(problem, config, rows, chunk, scratch, e, chunk_x, statistics, d_weight is not None)
+            count = _fit_in_float16(
+                problem, config, blocks, rows, chunk, scratch, e, chunk_x, statistics, d_weight is not None
+            )
         if d_bias is not None:
             for vocab_chunk in e.pieces(classes):
                 of_piece = e.of(vocab_chunk)
@@ -521,7 +524,7 @@ def _finish_rows(
     )
 
 
-def _finish_statistics(numbers: ChunkNumbers, rows: PackedRows, chunk: slice, statistics: int) -> None:
+def _finish_statistics(numbers: ChunkNumbers, rows: PackedRows, chunk: slice) -> None:
     """Writes the statistics of a chunk's packed rows."""
     if rows.statistics_out is None:
         return
@@ -530,7 +533,7 @@ def _finish_statistics(numbers: ChunkNumbers, rows: PackedRows, chunk: slice, st
         chunk.stop - chunk.start,
         numbers.class_blocks,
         numbers.block_width,
-        statistics & OF_BLOCKS,
+        numbers.statistics,
         sums=numbers.sums,
         of_logits=numbers.of_logits,
         row_weight=At(rows.row_weight, chunk.start),
@@ -549,6 +552,7 @@ def _block_width(problem: Problem, config: ScaledExpConfig) -> int:
 def _fit_in_float16(
     problem: Problem,
     config: ScaledExpConfig,
+    class_blocks: int,
     rows: PackedRows,
     chunk: slice,
     scratch: Tensor,
@@ -566,7 +570,7 @@ def _fit_in_float16(
         chunk.start // config.rows,
         chunk.start,
         n,
-        config.blocks,
+        class_blocks,
         _block_width(problem, config),
         planes(statistics),
         of_logits=At(scratch, config.blocks * n),
@@ -578,14 +582,12 @@ def _fit_in_float16(
     )
 
 
-def _weights_of_token_loss(
-    numbers: ChunkNumbers, rows: PackedRows, chunk: slice, hook: TokenHook, statistics: int
-) -> At:
+def _weights_of_token_loss(numbers: ChunkNumbers, rows: PackedRows, chunk: slice, hook: TokenHook) -> At:
     """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
     # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
     ones = (rows.row_weight[chunk] != 0).float()
     _finish_rows(numbers, rows, chunk, row_weight=At(ones, 0), e=None, x=None, by_row=True)
-    _finish_statistics(numbers, rows, chunk, statistics)
+    _finish_statistics(numbers, rows, chunk)
     order = rows.order[chunk]
     weight = hook.process(order, rows.loss_out[order])
     assert weight is not None

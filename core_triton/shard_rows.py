@@ -75,19 +75,20 @@ def start(problem: Problem, rows: PackedRows, whole: Problem) -> ShardRows:
     vocab_shard.all_sum(logit, whole.shard.group)
     exponent = (logit * LOG2_E.value).add_(0.5).floor_()
     rows.ref_exponent.copy_(exponent.masked_fill_(~(logit.abs() < torch.inf), 0.0))
+    rows.target_logit.copy_(logit)  # for the estimates of `float16.place`
     return ShardRows(whole, whole.target[rows.order])
 
 
 # With specialization the number of rows would decide the order of the sums, as in `row_kernels.finish_rows_kernel`.
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "stride"])
 def own_numbers_kernel(
-    sum_ptr, statistic_ptr, ref_exponent_ptr, target_logit_ptr, own_target_ptr, target_ptr, number_ptr, rows,
+    sum_ptr, statistic_ptr, ref_exponent_ptr, target_logit_ptr, own_target_ptr, target_ptr, number_ptr, rows, stride,
     class_blocks, block_width, classes, STATISTICS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Writes number (3 + statistics, rows) float32, what this rank gives to the others: the sum of each row's
     exponentials, sum (class blocks, rows); its reference exponent; its target logit where own_target (rows,) int64 is a
     class of this shard, NaN where target (rows,) int64 is none of `classes`, and otherwise 0; and its statistics, those
-    of `kernels.store_statistics`, (class blocks, statistics, rows), over class blocks. One program owns BLOCK_N rows.
+    of `kernels.store_statistics`, over class blocks of `stride` elements. One program owns BLOCK_N rows.
     """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
@@ -100,7 +101,6 @@ def own_numbers_kernel(
     elsewhere = tl.where((target >= 0) & (target < classes), 0.0, float("nan"))
     tl.store(number + 2 * rows, tl.where(owned, logit, elsewhere), mask=inside)
     number += NUMBERS * rows
-    stride = planes(STATISTICS) * rows
     at = statistic_ptr
     if MAX & STATISTICS:
         top = column_maxima(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T)
@@ -161,11 +161,9 @@ def merge_shards_kernel(
     tl.store(target_logit_ptr + row_ids, logit, mask=inside)
 
 
-def merge(
-    of_own: ChunkNumbers, class_blocks: int, rows: PackedRows, of_shard: ShardRows, chunk: slice, statistics: int
-) -> ChunkNumbers:
+def merge(of_own: ChunkNumbers, class_blocks: int, rows: PackedRows, of_shard: ShardRows, chunk: slice) -> ChunkNumbers:
     """Merges the numbers of a chunk, of `class_blocks` class blocks of this shard, with those of the other ranks."""
-    n, whole, statistics = chunk.stop - chunk.start, of_shard.problem, statistics & OF_LOGITS
+    n, whole, statistics = chunk.stop - chunk.start, of_shard.problem, of_own.statistics & OF_LOGITS
     shard = whole.shard
     assert shard is not None
     count, grid, target = planes_of(statistics), (cdiv(n, FINISHED_ROWS),), At(of_shard.target, chunk.start)
@@ -181,6 +179,7 @@ def merge(
         target,
         own,
         n,
+        planes_of(of_own.statistics) * n,
         class_blocks,
         of_own.block_width,
         whole.classes,
@@ -200,7 +199,7 @@ def merge(
     options: dict[str, Any] = {"STATISTICS": statistics, "BLOCK_N": FINISHED_ROWS, "num_warps": 4}
     launch(merge_shards_kernel, grid, gathered, sums, of_logits, exponent, logit, n, shard.ranks, **options)
     own_rows = of_own.target, of_own.ref_exponent
-    return ChunkNumbers(whole, shard.ranks, shard.rows, sums, of_logits, exponent, logit, target, own_rows)
+    return ChunkNumbers(whole, shard.ranks, shard.rows, statistics, sums, of_logits, exponent, logit, target, own_rows)
 
 
 def start_sum(of_shard: ShardRows, part: Tensor) -> ReducedRows:

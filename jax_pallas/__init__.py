@@ -5,7 +5,7 @@ import importlib.util
 if importlib.util.find_spec("jax") is None:
     raise ImportError('jax_pallas needs JAX: pip install "linear-ce[jax]", or "linear-ce[jax,cuda]" with a GPU')
 
-from jax_pallas import token_losses
+from jax_pallas import sharded, token_losses
 from jax_pallas.arguments import Implementation
 from jax_pallas.linear_ce import (
     LogProbs,
@@ -34,5 +34,6 @@ __all__ = [
     "linear_log_probs",
     "linear_token_loss",
     "linear_token_loss_with_stats",
+    "sharded",
     "token_losses",
 ]

@@ -11,7 +11,8 @@ import numpy as np
 from jax import Array
 
 from jax_pallas import launch, ops, row_math
-from jax_pallas.devices import ONE_DEVICE, Devices, check_shards, check_tokens
+from jax_pallas.devices import ONE_DEVICE, Devices, check_shards, check_tokens, check_unsharded, with_gather
+from jax_pallas.gathering import whole_head
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.primitives import varying
 from jax_pallas.token_losses import Named
@@ -61,11 +62,11 @@ def choose(
     return chosen, launch.device_info(chosen.name, platform) if gpu is None else gpu
 
 
-def _shape(input: Array, linear_weight: Array, vocab_axis: int) -> tuple[Any, int, int, int]:
+def _shape(input: Array, linear_weight: Any, vocab_axis: int) -> tuple[Any, int, int, int]:
     return input.dtype, input.shape[-1], linear_weight.shape[vocab_axis], vocab_axis
 
 
-def _check_implementation(implementation: str, input: Array, linear_weight: Array, vocab_axis: int) -> None:
+def _check_implementation(implementation: str, input: Array, linear_weight: Any, vocab_axis: int) -> None:
     """Raises ValueError if it is no implementation, or cannot serve these shapes and dtypes."""
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     obstacle = launch.limits(implementation, *_shape(input, linear_weight, vocab_axis))
@@ -108,10 +109,7 @@ def prepare(
     """
     *present, normalizer = arrays
     named: dict[str, Any] = dict(zip(ARRAYS, present, strict=True))
-    for name, array in named.items():
-        optional = name not in ("input", "linear_weight", "target")
-        if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
-            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
+    check_are_arrays(named)
     if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
         normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
     number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
@@ -124,17 +122,19 @@ def prepare(
     if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:
         raise ValueError(f"ignore_index must fit {named['target'].dtype}, which targets have, got {spec.ignore_index}")
     named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
-    for name in ARRAYS:
-        _check_unsharded(name, named[name])
+    check_unsharded(named)
     _check_varying(spec, **named)
+    rows = devices.parts * named["linear_weight"].shape[vocab_axis]
+    devices = with_gather(devices, named["input"], rows)
     check_tokens(devices, named)
     check_shards(devices, named)
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
-    launch.check_sizes(named["input"].shape, named["linear_weight"].shape)
+    head = whole_head(devices, named["linear_weight"], vocab_axis)
+    launch.check_sizes(named["input"].shape, head.shape)
     if implementation is not None:
-        _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
+        _check_implementation(implementation, named["input"], head, vocab_axis)
     elif launch.symbolic_limits(named["input"].shape) is not None:
         implementation = "chunked"
     check_batch_invariant(
@@ -144,18 +144,17 @@ def prepare(
         implementation=implementation,
         reason=launch.symbolic_limits(named["input"].shape),
     )
-    if batch_invariant and devices.vocab_axis is not None:
+    if batch_invariant and devices.vocab_axes:
         raise ValueError("batch_invariant must be False with vocab_axis_name")
     if saved_budget and devices.axes:
         raise ValueError(f"saved_budget must be 0 with token_axis_names or vocab_axis_name, got {saved_budget}")
     saved_as = None
     if saved_budget:  # a trace has the shapes of what is saved, so it must know which implementation saves it
         saved_as = implementation or choose(named["input"], named["linear_weight"], vocab_axis, None, None)[0].name
-    rows = devices.shards * named["linear_weight"].shape[vocab_axis]
     classes = spec.classes(rows)
     flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
-    if class_weight is not None and devices.vocab_axis is not None:  # each device reads those of its rows
+    if class_weight is not None and devices.vocab_axes:  # each device reads those of its rows
         class_weight = jnp.pad(class_weight, (0, rows - classes))
     flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
     row_weight, n_valid = row_math.row_weights(
@@ -188,30 +187,26 @@ def prepare(
     return Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape), named["grad_into"])
 
 
+def check_are_arrays(named: dict[str, Any]) -> None:
+    """Raises TypeError if one of ARRAYS is not an array."""
+    for name, array in named.items():
+        optional = name not in ("input", "linear_weight", "target")
+        if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
+            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
+
+
 def _check_arrays(spec: LossSpec, vocab_axis: int, devices: Devices, infos: dict[str, Any]) -> None:
     """Checks shapes and dtypes. Where devices divide the vocabulary, weight and vocab_size are those of all shards."""
-    if devices.vocab_axis is None:
+    if not devices.vocab_axes:
         check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
         return
     of_shard = {name: info for name, info in infos.items() if name != "weight"}
     check_arrays(spec=replace(spec, vocab_size=None), vocab_axis=vocab_axis, **of_shard)
     shape = list(infos["linear_weight"].shape)
-    shape[vocab_axis] *= devices.shards
+    shape[vocab_axis] *= devices.parts
     whole = {name: infos[name] for name in ("input", "target", "weight") if name in infos}
     whole["linear_weight"] = infos["linear_weight"]._replace(shape=tuple(shape))
     check_arrays(spec=spec, vocab_axis=vocab_axis, **whole)
-
-
-def _check_unsharded(name: str, array: Array | None) -> None:
-    """Raises where an array's type says that devices hold parts of it."""
-    if array is None:
-        return
-    spec = jax.typeof(array).sharding.spec
-    if any(axes is not None for axes in spec):
-        raise ValueError(
-            f"{name} must not be sharded over explicit axes of a mesh, got {spec}: "
-            "call the function on the devices' own rows, within jax.shard_map, and sum there"
-        )
 
 
 def _check_varying(spec: LossSpec, grad_into: Array | None, **others: Array | None) -> None:
@@ -257,8 +252,8 @@ def _(name: str, primals: Any, tangents: Any) -> Any:
 
 def check_per_token(
     token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...], whose: str
-) -> ops.Arrays:
-    """Checks the per-token arrays of a token loss and flattens their axes. `leading` is `whose` shape."""
+) -> None:
+    """Checks the per-token arrays of a token loss. `leading` is `whose` shape."""
     if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
         names = ", ".join(token_loss.per_token)
         raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} arrays")
@@ -270,5 +265,3 @@ def check_per_token(
             raise TypeError(f"{name} must have a floating-point dtype, got {values.dtype}")
         if values.shape != leading:
             raise ValueError(f"{name} must have shape {leading} ({whose} shape), got {values.shape}")
-        _check_unsharded(name, jnp.asarray(values))
-    return tuple(jnp.asarray(values).reshape(-1) for values in per_token)

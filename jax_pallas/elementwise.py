@@ -15,6 +15,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,18 @@ OF_TOKENS = "of tokens"  # the kind of a value that depends on a token; (n,)
 UNIFORM = ""  # the kind of a value that is the same for all tokens. Any other kind says where differences come from.
 
 
+@dataclass(frozen=True)
+class TracedLoss:
+    """A token loss that has been traced, with the values of its closure. `jax_pallas.sharded` passes it to the function
+    that runs within `jax.shard_map`, where a function could not close over arrays that devices divide."""
+
+    function: TokenFunction
+    closure: Sequence[Array]
+
+    def __call__(self, *arguments: Array) -> Array:
+        raise AssertionError  # it is traced already
+
+
 def trace_token_loss(
     token_loss: Callable[..., Array], tokens: int, per_token: int
 ) -> tuple[TokenFunction, Callable[[], Sequence[Array]]]:
@@ -79,6 +92,9 @@ def trace_token_loss(
         TypeError, ValueError: token_loss is not callable, does not return an array (n,) float32, or is not elementwise.
         RuntimeError: token_loss or a derivative rule raised an exception, which is the cause of this one.
     """
+    if isinstance(token_loss, TracedLoss):
+        traced_loss = token_loss
+        return traced_loss.function, lambda: traced_loss.closure
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
     length = tokens if not isinstance(tokens, int) else max(tokens, 2)  # the values of one token do not mix

@@ -1,7 +1,7 @@
 """What `explain` returns: which implementation a call runs, why, and the plan of the call."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from jax import Array
 
 from jax_pallas import launch, ops, saved_ops
 from jax_pallas.arguments import Implementation, choose
-from jax_pallas.devices import ONE_DEVICE, shards_of
+from jax_pallas.devices import ONE_DEVICE, axis_names, shards_of
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
@@ -58,7 +58,7 @@ def explained(
     with_entropy: bool,
     batch_invariant: bool,
     device: str | None,
-    vocab_axis_name: str | None,
+    vocab_axis_name: str | Sequence[str] | None,
 ) -> Explanation:
     """Returns the implementation and the plan of a call: the arguments are those of `linear_ce.explain`."""
     reduction = spec.reduction
@@ -81,7 +81,9 @@ def explained(
     classes = spec.classes(linear_weight.shape[vocab_axis])
     devices = ONE_DEVICE
     if vocab_axis_name is not None:
-        devices = devices._replace(vocab_axis=vocab_axis_name, shards=shards_of(vocab_axis_name))
+        names = axis_names("vocab_axis_name", vocab_axis_name)
+        shards = shards_of(names)
+        devices = devices._replace(vocab_axes=names, shards=shards, parts=shards)
         classes *= devices.shards
     shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "devices": devices}
     problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)

@@ -113,9 +113,10 @@ def check_devices(implementation: str, devices: int) -> None:
     what = "'chunked' in several chunks" if implementation == "chunked" else f"the kernels of {implementation!r}"
     raise ValueError(
         f"this call is compiled for {devices} devices, and XLA cannot divide {what} among them: each device would "
-        "gather all arrays and compute the whole loss. Call the function within jax.shard_map, with token_axis_names "
-        "if the devices have different tokens and with vocab_axis_name if they have different classes of "
-        "linear_weight. Or pass replicated=True to compute the whole loss on every device"
+        "gather all arrays and compute the whole loss. Call the function of this name in jax_pallas.sharded, or this "
+        "one within jax.shard_map, with token_axis_names if the devices have different tokens and with "
+        "vocab_axis_name if they have different classes of linear_weight. Or pass replicated=True to compute the whole "
+        "loss on every device"
     )
 
 

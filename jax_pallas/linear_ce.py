@@ -22,7 +22,7 @@ or `target_grad.py`.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -33,16 +33,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_pallas import elementwise, ops, row_math, saved_ops
 from jax_pallas.arguments import Call, check_per_token, prepare
-from jax_pallas.devices import check_shards, devices_of
+from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import (
-    HeadPrecision,
-    LossSpec,
-    Reduction,
-    check_saved_budget,
-)
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_saved_budget
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -78,6 +73,7 @@ class LogProbs(NamedTuple):
     lse: Array
 
 
+@divides_explicit_axes
 def linear_cross_entropy(
     input: Array,
     linear_weight: Array,
@@ -102,7 +98,8 @@ def linear_cross_entropy(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> Array:
@@ -115,9 +112,11 @@ def linear_cross_entropy(
     Options that `torch.nn.functional.cross_entropy` also has mean exactly the same here. There is one deviation: if no
     token is counted (no valid target, an empty batch, a zero denominator), the loss is 0 with zero gradients, not NaN.
 
-    - Several devices: call the function within `jax.shard_map`, on the tokens of each device. The compiler cannot
-      divide the loops and kernels among devices. So a program for several devices, also one operation on sharded
-      arrays, is refused where it is compiled, unless `replicated` is True or "chunked" runs in one chunk.
+    - Several devices: call `jax_pallas.sharded.linear_cross_entropy`, or call the function within `jax.shard_map`, on
+      the tokens of each device. If the mesh has explicit axes, the function reads from the types of its arrays how they
+      are divided and does the former. The compiler cannot divide the loops and kernels among devices. So any other
+      program for several devices is refused where it is compiled, unless `replicated` is True or "chunked" runs in one
+      chunk.
     - `jax.lax.scan` over micro-batches: differentiate within its body, or under `jax.checkpoint`. Otherwise the head's
       gradient of each micro-batch is saved.
     - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A
@@ -211,7 +210,14 @@ def linear_cross_entropy(
             results and the gradient of input, bit for bit. The gradients of linear_weight and linear_bias are those of
             the shard. The kernels run bfloat16 without label smoothing, in the three matmuls of one GPU divided by the
             devices; all else, and gradients of the entropy, run "chunked", in four. saved_budget must be 0 and
-            batch_invariant False.
+            batch_invariant False. Names of several axes divide it over all of them, the first one into the largest
+            parts. An axis of token_axis_names may be among them: its devices have different tokens and different
+            classes, as with FSDP, and `gather` says what they do.
+        gather: what devices with different tokens and different classes gather. "tokens": each computes the loss of the
+            tokens of all for its classes, as without different tokens. "head": each computes the loss of its tokens for
+            all classes, and the gradients of the head are reduce-scattered in float32. The axes of these devices must
+            then be the last of vocab_axis_name. None: "tokens" where all have fewer tokens than V, otherwise "head".
+            Naming one says that the axes of vocab_axis_name over which input varies are also token_axis_names.
         reduce_dtype: float32, or bfloat16 to halve the bytes of the sum of the gradient of input over the devices of
             vocab_axis_name. Each addition then rounds to bfloat16.
         replicated: whether a program for several devices, outside of `jax.shard_map`, may gather the arrays and compute
@@ -222,10 +228,9 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: an argument is not an array or has an unsupported dtype.
-        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, an array is sharded
-            over explicit axes, the call is compiled for several devices outside of `jax.shard_map`, or grad_into is not
-            differentiated with reduction "none", or shared there by devices of `jax.shard_map` or by heads of
-            `jax.vmap`. The message names the argument.
+        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, the call is compiled
+            for several devices outside of `jax.shard_map`, or grad_into is not differentiated with reduction "none", or
+            shared there by devices of `jax.shard_map` or by heads of `jax.vmap`. The message names the argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -259,12 +264,13 @@ def linear_cross_entropy(
         vocab_axis,
         *how,
         statistics=0,
-        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
 
+@divides_explicit_axes
 def linear_cross_entropy_with_stats(
     input: Array,
     linear_weight: Array,
@@ -289,7 +295,8 @@ def linear_cross_entropy_with_stats(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> tuple[Array, LossStats]:
@@ -324,7 +331,7 @@ def linear_cross_entropy_with_stats(
         vocab_axis,
         *how,
         statistics=MAX | LSE,
-        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
@@ -341,6 +348,7 @@ def linear_cross_entropy_with_stats(
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total), stats
 
 
+@divides_explicit_axes
 def linear_log_probs(
     input: Array,
     linear_weight: Array,
@@ -358,7 +366,9 @@ def linear_log_probs(
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
-    vocab_axis_name: str | None = None,
+    token_axis_names: str | Sequence[str] | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> LogProbs:
@@ -405,13 +415,14 @@ def linear_log_probs(
         vocab_axis,
         *how,
         statistics=statistics,
-        devices=devices_of(replicated, None, vocab_axis_name, reduce_dtype),
+        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     log_probs = (saved_ops if saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
+@divides_explicit_axes
 def linear_token_loss(
     input: Array,
     linear_weight: Array,
@@ -434,7 +445,8 @@ def linear_token_loss(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> Array:
@@ -506,11 +518,12 @@ def linear_token_loss(
         vocab_axis,
         grad_into,
         batch_invariant,
-        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
+@divides_explicit_axes
 def linear_token_loss_with_stats(
     input: Array,
     linear_weight: Array,
@@ -534,7 +547,8 @@ def linear_token_loss_with_stats(
     head_precision: HeadPrecision | None = None,
     batch_invariant: bool = False,
     token_axis_names: str | Sequence[str] | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
+    gather: Literal["tokens", "head"] | None = None,
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> tuple[Array, TokenStats]:
@@ -575,7 +589,7 @@ def linear_token_loss_with_stats(
         vocab_axis,
         grad_into,
         batch_invariant,
-        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype),
+        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
     )
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
@@ -599,11 +613,13 @@ def _token_loss(
     statistics = statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
     how = memory_budget, implementation, batch_invariant
     call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=devices)
-    flat = check_per_token(token_loss, per_token, call.leading, "target's")
+    check_per_token(token_loss, per_token, call.leading, "target's")
+    flat = tuple(jnp.asarray(values).reshape(-1) for values in per_token)
     arguments = with_entropy + len(per_token)
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, arguments)
     closure = values_of_closure()
-    check_shards(devices, {f"per_token[{index}]": values for index, values in enumerate(flat)})
+    devices = call.options.devices
+    check_shards(devices, {f"per_token[{index}]": values for index, values in enumerate(flat)}, rows=True)
     check_shards(devices, {f"array {index} that token_loss closes over": one for index, one in enumerate(closure)})
     scalar = spec.reduction != "none"
     if call.tokens == 0:
@@ -674,8 +690,8 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array, with_e
         >>> jax_pallas.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, jnp.ones(8))
     """
     leading = np.shape(per_token[0]) if per_token else (2,)
-    flat = check_per_token(token_loss, per_token, leading, "per_token[0]'s")
-    arguments = takes_entropy(token_loss, with_entropy) + len(flat)
+    check_per_token(token_loss, per_token, leading, "per_token[0]'s")
+    arguments = takes_entropy(token_loss, with_entropy) + len(per_token)
     elementwise.trace_token_loss(token_loss, math.prod(leading), arguments)
 
 
@@ -697,7 +713,7 @@ def explain(
     with_entropy: bool = False,
     batch_invariant: bool = False,
     device: str | None = None,
-    vocab_axis_name: str | None = None,
+    vocab_axis_name: str | Sequence[str] | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 

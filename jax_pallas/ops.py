@@ -25,7 +25,7 @@ it, partial evaluation (in `jax.checkpoint` for example) would hoist loop invari
 the head.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, launch, row_math, vocab_shard
-from jax_pallas.devices import aligned
+from jax_pallas.gathering import on_devices
 from jax_pallas.launch import Lowering
 from jax_pallas.options import Arrays, Options, TokenOptions
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
@@ -207,7 +207,7 @@ def log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     # Refuses what one of the passes could not do. With batch_invariant, or by kernels with a shard of the vocabulary,
     # it differentiates log_prob only.
     backward = partial(make_problem, "gradients", options, arrays, needs_grad, entropy=True)
-    if options.batch_invariant or options.devices.vocab_axis is not None:
+    if options.batch_invariant or options.devices.vocab_axes:
         backward = partial(make_problem, "row_gradients", options, arrays, needs_grad)
     plan_passes(backward, partial(forward_problem, options, arrays))
     log_prob, entropy, lse = log_probs_rule(options, *arrays)
@@ -220,9 +220,11 @@ def log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     if all(isinstance(one, SymbolicZero) for one in others):
         row_weight = options.named(arrays)["row_weight"]
         upstream = jnp.where(row_weight != 0, -dense(d_log_prob), 0.0)  # of the negative log-likelihood
-        return options.cotangents(gradients_of_rows((options, needs_grad), arrays, lse, upstream))
-    of_rows = tuple(map(dense, cotangents))
-    return options.cotangents(_log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows))
+        gradients = gradients_of_rows((options, needs_grad), arrays, lse, upstream)
+    else:
+        of_rows = tuple(map(dense, cotangents))
+        gradients = _log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows)
+    return options.cotangents(_summed(options, gradients, None, arrays)[0])
 
 
 def _log_prob_gradients(
@@ -375,7 +377,7 @@ def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays)
     The gradients of each device are those of `make_problem`: float32, and that of linear_weight carries no power.
     """
     devices, named = options.devices, options.named(arrays)
-    if not devices.token_axes:
+    if not devices.sums_in_float32:
         return gradients, scales
     head_scale = None
     if scales is not None:
@@ -384,7 +386,8 @@ def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays)
     def summed(gradient: Array | None, name: str, scale: Array | None) -> Array | None:
         if gradient is None or (name == "linear_weight" and options.has_grad_into):
             return gradient
-        total = devices.sum_of_shared(gradient if scale is None else gradient / scale, named[name])
+        axis = options.vocab_axis if name == "linear_weight" else 0
+        total = devices.sum_of_head(gradient if scale is None else gradient / scale, named[name], axis)
         return (total if head_scale is None else total * head_scale).astype(named[name].dtype)
 
     d_weight = summed(gradients.d_weight, "linear_weight", None)
@@ -594,7 +597,7 @@ def make_problem(
     problem = Problem(**options.named(arrays), **shared, devices=options.devices)
     offset = vocab_shard.first_class(options.devices, problem.linear_weight.shape[options.vocab_axis])
     problem = replace(problem, vocab_offset=offset)
-    if options.devices.token_axes:  # the gradients of the head are summed in float32 before they are rounded
+    if options.devices.sums_in_float32:  # the gradients of the head are summed in float32 before they are rounded
         b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
         if needs_grad.d_weight and into is None:
             into = jnp.zeros(w.shape, jnp.float32)
@@ -651,7 +654,7 @@ def plan_for(
         grad_into=problem.grad_into is not None,
         splits_head=problem.spec.splits_head,
         batch_invariant=batch_invariant,
-        shards=0 if problem.devices.vocab_axis is None else problem.devices.shards,
+        shards=problem.devices.shards if problem.devices.vocab_axes else 0,
         pads_shards=problem.masks_classes,
     )
     return make_plan(key)
@@ -750,23 +753,6 @@ def _as_rows(arrays: Sequence[Any], axes: Sequence[Any], size: int) -> Arrays:
     return tuple(flat(array, axis) for array, axis in zip(arrays, axes, strict=True))
 
 
-def _on_devices(
-    operator: Callable[..., Arrays], rule: Any, places: Callable[[Any, int], tuple[Container[int], Container[int]]]
-) -> Any:
-    """Makes calls that name axes of a mesh run `rule` in place of the operator, whose arguments would all vary over
-    these axes. `places(static, count)` says which of `count` arrays devices with different tokens may share, and which
-    are different where devices divide the vocabulary."""
-    # Outside of jit, jax.shard_map does not run custom_vjp functions with symbolic zeros.
-    compiled = jax.jit(lambda static, *arrays: rule(static, *arrays), static_argnums=0)
-
-    def call(static: Any, *arrays: Array) -> Arrays:
-        if not static.devices.axes:
-            return operator(static, *arrays)
-        return compiled(static, *aligned(static.devices, arrays, *places(static, len(arrays))))
-
-    return call
-
-
 def _places(options: Options, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The `places` of the arrays of a call."""
     shared = (1, 4) if options.has_bias else (1,)
@@ -778,17 +764,17 @@ def _places_of_token_loss(token: TokenOptions, count: int) -> tuple[tuple[int, .
     return (*shared, *range(token.options.count + token.per_token, count)), of_head
 
 
-loss_and_gradients = _on_devices(
+loss_and_gradients = on_devices(
     differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch)),
     _loss_and_gradients,
     _places,
 )
-row_losses = _on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places)
-log_probs = _on_devices(operator_of_rows("linear_ce_log_probs", log_probs_rule), log_probs_rule, _places)
-token_loss_and_gradients = _on_devices(
+row_losses = on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places)
+log_probs = on_devices(operator_of_rows("linear_ce_log_probs", log_probs_rule), log_probs_rule, _places)
+token_loss_and_gradients = on_devices(
     differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch), _token_loss, _places_of_token_loss
 )
-token_rows = _on_devices(
+token_rows = on_devices(
     differentiable("linear_ce_token_rows", _token_rows, _token_rows_of_batch),
     _token_rows,
     lambda token, count: (range(2 + token.per_token, count), ()),

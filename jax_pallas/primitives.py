@@ -36,10 +36,10 @@ def _result_shapes(
     return [(jax.tree_util.keystr(path), result) for path, result in found], tree
 
 
-def _vocab_axis(static: Any) -> str | None:
-    """Returns the axis over which a call divides the vocabulary, from the static arguments of an operator."""
+def _vocab_axes(static: Any) -> frozenset[str]:
+    """Returns the axes over which a call divides the vocabulary, from the static arguments of an operator."""
     options = static[0] if isinstance(static, tuple) else static
-    return options.devices.vocab_axis if hasattr(options, "devices") else None
+    return frozenset(options.devices.vocab_axes) if hasattr(options, "devices") else frozenset()
 
 
 def one_device() -> Any:
@@ -79,7 +79,7 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
         mesh, axes = avals[0].sharding.mesh, avals[0].manual_axis_type
 
-        shared = axes.update(varying=axes.varying - {_vocab_axis(static)})
+        shared = axes.update(varying=axes.varying - _vocab_axes(static))
 
         def typed(path: str, array: Any) -> jax.core.ShapedArray:
             sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(array.shape)))

@@ -71,7 +71,7 @@ class Problem:
     def masks_classes(self) -> bool:
         """Whether which rows of linear_weight are padding is known only when the program runs."""
         rows = self.devices.shards * self.linear_weight.shape[self.vocab_axis]
-        return self.devices.vocab_axis is not None and self.classes < rows
+        return bool(self.devices.vocab_axes) and self.classes < rows
 
     def classes_of(self, vocab_chunk: Slice) -> Slice:
         """Returns a vocabulary chunk whose rows past the classes are not fresh."""

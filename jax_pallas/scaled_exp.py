@@ -210,7 +210,7 @@ def _run(
     if scales is not None and problem.grad_into is not None:
         scales, bias_scale = (scales[0], jnp.float32(1.0)), scales[1]
     whole, (target, row_weight) = problem, _call_rows(problem)
-    whole_target, shards = target, problem.devices.vocab_axis is not None
+    whole_target, shards = target, bool(problem.devices.vocab_axes)
     if shards:  # below, `problem` has the classes of this device
         problem = shard_rows.of_own_classes(problem)
         target, _ = _call_rows(problem)

@@ -27,12 +27,12 @@ from jax_pallas.row_math import Partial
 
 def first_class(devices: Devices, rows: int) -> Array | int:
     """Returns the class of the first row of a device's shard, which has `rows` rows."""
-    return 0 if devices.vocab_axis is None else lax.axis_index(devices.vocab_axis) * rows
+    return lax.axis_index(devices.vocab_axes) * rows if devices.vocab_axes else 0
 
 
 def merged(devices: Devices, partial: Partial) -> Partial:
     """Returns the statistics of rows over all shards, given those over the classes of each: MATH.md (26)."""
-    if devices.vocab_axis is None:
+    if not devices.vocab_axes:
         return partial
     present = {name: array for name, array in partial._asdict().items() if array is not None}
     floats = [name for name in present if name != "argmax"]
@@ -48,18 +48,18 @@ def merged(devices: Devices, partial: Partial) -> Partial:
 
 def sum_of_d_input(devices: Devices, d_input: Array) -> Array:
     """Returns the sum over all shards of their parts of rows of d_input, (n, D) float32."""
-    if devices.vocab_axis is None:
+    if not devices.vocab_axes:
         return d_input
     return all_sum(devices, d_input.astype(devices.reduce_dtype)).astype(jnp.float32)
 
 
 def all_sum(devices: Devices, array: Array) -> Array:
     """Returns the sum of an array over the devices that divide the vocabulary."""
-    return lax.psum_p.bind(array, axes=(devices.vocab_axis,), axis_index_groups=None)
+    return lax.psum_p.bind(array, axes=devices.vocab_axes, axis_index_groups=None)
 
 
 def gather(devices: Devices, numbers: Array) -> Array:
     """Returns numbers (m, n) of each device as (m, k, n), the same on all devices: a sum of zeros and one number."""
-    rank = lax.axis_index(devices.vocab_axis)
+    rank = lax.axis_index(devices.vocab_axes)
     places = jnp.zeros((numbers.shape[0], devices.shards, numbers.shape[1]), numbers.dtype)
     return all_sum(devices, places.at[:, rank].set(numbers))

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,19 @@ def failures_of(request: pytest.FixtureRequest) -> dict[str, str]:
     """Returns the failures of the checks that the selected tests of a file name, with the fixture `failures`. One
     process runs all of them."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in items if "failures" in item.fixturenames]
+    return failures_in(
+        request.path, [item.callspec.params["name"] for item in items if "failures" in item.fixturenames]
+    )
+
+
+def failures_in(file: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the failures of checks of a file, which run in one process."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # like compiling.quick_compilation
     done = subprocess.run(
-        [sys.executable, str(request.path), *names], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(file), *names], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

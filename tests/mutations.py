@@ -575,6 +575,8 @@ JAX_SCALE = tests("jax_pallas_scale", "refused")
 JAX_TOKEN_AXES = tests("jax_pallas_scale", "tokens")
 RANKS_BY_KERNELS = tests("core_triton_scale", "by_the_kernels")
 JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
+JAX_SUMS = tests("jax_pallas_sharded", "sums")
+JAX_SHARDED = tests("jax_pallas_sharded", "fsdp or rule")
 JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
@@ -586,6 +588,9 @@ SCALE = (
         "target_logit=numbers.target_logit,\n                row_weight",
         "target_logit=At(rows.target_logit, start),\n                row_weight",
         RANKS_BY_KERNELS,
+    ),
+    Mutation(
+        "core_triton/shard_rows.py", "planes_of(of_own.statistics) * n", "planes_of(statistics) * n", RANKS_BY_KERNELS
     ),
     Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "classes=1, grad_into", "classes=0, grad_into", RANKS_BY_KERNELS),
@@ -634,7 +639,7 @@ SCALE = (
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
-    Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axis) * rows", "0 * rows", JAX_SHARDS),
+    Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),
     Mutation(
         "jax_pallas/problem.py",
@@ -644,7 +649,25 @@ SCALE = (
     ),
     Mutation("jax_pallas/problem.py", "        if not self.masks_classes:", "        if True:", JAX_SHARDS),
     Mutation("jax_pallas/arguments.py", "jnp.pad(class_weight, (0, rows - classes))", "class_weight", JAX_SHARDS),
-    Mutation("jax_pallas/primitives.py", "axes.varying - {_vocab_axis(static)}", "axes.varying", JAX_SHARDS),
+    Mutation(
+        "jax_pallas/devices.py",
+        'bool(self.token_axes) or self.gather == "tokens"',
+        "bool(self.token_axes)",
+        tests("jax_pallas_sharded", "fsdp and tokens"),
+    ),
+    Mutation("jax_pallas/devices.py", "tokens * number < classes", "tokens < classes", JAX_SHARDED),
+    Mutation("jax_pallas/gathering.py", "lax.axis_index(axes) * tokens", "0 * tokens", JAX_SHARDED),
+    Mutation(
+        "jax_pallas/gathering.py",
+        "found[place] = total(static, found[place], into)",
+        "pass",
+        tests("jax_pallas_sharded", "fsdp and head"),
+    ),
+    Mutation("jax_pallas/sharded.py", "into + lax.psum(total, into_axes)", "into + total", JAX_SUMS),
+    Mutation("jax_pallas/sharded.py", "into + lax.psum(of_devices, axes)", "lax.psum(of_devices, axes)", JAX_SUMS),
+    Mutation("jax_pallas/gathering.py", "grad_into + lax.psum_scatter(", "lax.psum_scatter(", JAX_SUMS),
+    Mutation("jax_pallas/sharded.py", "if name not in tokens)", "if name)", tests("jax_pallas_sharded", "explicit")),
+    Mutation("jax_pallas/primitives.py", "axes.varying - _vocab_axes(static)", "axes.varying", JAX_SHARDS),
     Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),
     Mutation("jax_pallas/row_math.py", "devices.sum(denominator)", "denominator", JAX_TOKEN_AXES),
     Mutation(

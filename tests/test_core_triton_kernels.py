@@ -183,6 +183,7 @@ CALLS = {
     "train-shard": Call("train", "llama3-8b", ranks=2),
     "shard-stats": Call("token-stats", "llama3-8b", bias=True, scale=0.7, ranks=8),
     "shard-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0, scale=0.7, ranks=4),
+    "shard-fp16": Call("stats", "llama3-8b", torch.float16, bias=True, ranks=2),
     "train-transposed": Call("train", "qwen2.5-0.5b", transposed=True),
     "stats-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0),
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
@@ -692,6 +693,8 @@ def calls_of(shape: str) -> tuple[Call, ...]:
         Call("train", shape, head=torch.float32, splits=True),
         Call("train", shape, ranks=2),
         Call("token-stats", shape, ranks=8),
+        Call("stats", shape, torch.float16, ranks=2),
+        Call("train", shape, smoothing=0.1, class_weight=True, ranks=2),
         Call("train", shape, head=torch.float32, splits=True, ranks=2),
     )
 

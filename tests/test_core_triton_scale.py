@@ -51,6 +51,10 @@ INTERPRETED = (
     "vocabulary:edge-token_loss-stats-logits80-bf16",
     "vocabulary:edge-logits80-mean-bf16",
     "vocabulary:edge-one_class-bf16",
+    "vocabulary:mean-fp16-zloss-scale-bias-weight-mask-skewed-ignored-axis1-head32-strided-n123",
+    "vocabulary:edge-logits80-mean-fp16",
+    "vocabulary:log_probs-fp16-padded-bias-skewed-ignored-axis1-tight-n50",
+    "vocabulary:edge-token_loss-stats-mean-fp16",
     "vocabulary:mean-fp32-zloss-padded-weight-skewed-axis1-n123",
 )
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)

@@ -47,10 +47,17 @@ def compile_all(
     kept: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the output of compile_for_gpu.py for the programs, and keeps their kernels in a folder, if given."""
+    keys = ("mode", "n", "d", "v", "vocab_axis", "implementation")
+    asked: list[dict[str, Any]] = [dict(zip(keys, (*program, implementation), strict=True)) for program in programs]
+    return run_compiler("compile_for_gpu.py", asked, target, kept)
+
+
+def run_compiler(
+    script: str, programs: list[dict[str, Any]], target: str = "h200", kept: Path | None = None
+) -> list[dict[str, Any]]:
+    """Returns the output of a script of this folder that compiles programs for GPUs that are not present."""
     if not COMPILER.is_dir():
         pytest.fail(f"{COMPILER} is missing: run `make test`, which installs it")
-    keys = ("mode", "n", "d", "v", "vocab_axis", "implementation")
-    asked = json.dumps([dict(zip(keys, (*program, implementation), strict=True)) for program in programs])
     environment = {
         **os.environ,
         **gpu_compiler(),
@@ -62,12 +69,12 @@ def compile_all(
             "MOSAIC_GPU_DUMP_PTX": "1",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
         }
-    command = [sys.executable, str(HERE / "compile_for_gpu.py"), str(HERE / f"targets/{target}.pbtxt"), asked]
+    command = [sys.executable, str(HERE / script), str(HERE / f"targets/{target}.pbtxt"), json.dumps(programs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     if kept is not None:
         keep_printed(done.stdout, kept)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"mode"')]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 # The script keeps three files per kernel: the source .ptx, the assembler's output .log, and the machine code .cubin.

@@ -10,6 +10,7 @@ outputs of the ranks are put together to those of the case, and rank 0 compares 
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -30,6 +31,8 @@ if sys.argv[2:3] == ["triton"]:
     import interpret_loss  # before core_triton: the kernels run in Triton's interpreter
 
     interpret_loss.prepare_process()
+from dtensor_checks import DTENSOR_CHECKS
+
 import core_triton
 from parity.arrays import make_arrays
 from parity.backends import dtype_names, options_of, torch_outputs
@@ -262,6 +265,28 @@ def check_a_rank_without_classes(rank: int, ranks: int) -> None:
     torch.testing.assert_close(own.grad, d_weight[2 * rank : 2 * rank + 2])
 
 
+def check_killed(rank: int, ranks: int) -> None:
+    """A rank that ends ends the others with an error. These ranks are processes of their own."""
+    if rank:
+        return
+    code = (
+        "import datetime, os, sys, torch, core_triton; from torch import distributed as dist; rank = int(sys.argv[1]);"
+        "dist.init_process_group('gloo', 'file://' + sys.argv[2], rank=rank, world_size=2,"
+        " timeout=datetime.timedelta(seconds=20));"
+        "x, w, t = torch.randn(64, 16), torch.randn(50, 16, requires_grad=True), torch.arange(64);"
+        "call = lambda: core_triton.linear_cross_entropy(x, w, t, vocab_group=dist.group.WORLD);"
+        "call(); os._exit(0) if rank else call()"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-c", code]
+        processes = [subprocess.Popen([*command, str(one), f"{folder}/store"], **options) for one in range(2)]
+        _, message = processes[0].communicate(timeout=40)
+        processes[1].wait(40)
+    assert processes[0].returncode, "the other rank went on"
+    assert "Error" in message, message
+
+
 def check_reduce_dtype(rank: int, ranks: int) -> None:
     """The parts of d_input are rounded to bfloat16 before they are added."""
     x, w, target, _ = head_and_tokens(rank, ranks)
@@ -349,6 +374,22 @@ def check_smoothing(rank: int, ranks: int) -> None:
         assert_shards_err_as_one(x, w, target, bias, part, label_smoothing=0.1, memory_budget=2**18, **options)
 
 
+def check_statistics(rank: int, ranks: int) -> None:
+    """The largest logits of several class blocks on each rank, in float16, whose blocks have shifts too."""
+    drawn, rows = torch.Generator().manual_seed(0), 600
+    x = torch.randn(40, 32, generator=drawn).half()
+    w = torch.randn(rows * ranks, 32, generator=drawn).half()
+    logits = x.float() @ w.float().T
+    largest = logits.argmax(1)
+    last_block = torch.arange(rows * ranks) % rows >= 512
+    target = logits.masked_fill(last_block, -torch.inf).argmax(1)
+    assert 0 < (target == largest).sum() < 40
+    options: dict[str, Any] = {"vocab_group": dist.group.WORLD, "implementation": "triton", "memory_budget": 2**18}
+    mine, own = x.requires_grad_(), w[rows * rank : rows * (rank + 1)].clone().requires_grad_()
+    _, stats = core_triton.linear_cross_entropy_with_stats(mine, own, target, **options)
+    assert float(stats.accuracy) == float((largest == target).float().mean())
+
+
 CHECKS: dict[str, Callable[[int, int], None]] = {
     "ddp": check_ddp,
     "fsdp2": check_fsdp2,
@@ -357,10 +398,13 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
     "reduce_dtype": check_reduce_dtype,
     "compile": check_compile,
     "explain": check_explain,
+    "killed": check_killed,
+    **DTENSOR_CHECKS,
 }
 KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
     "far_logits": check_far_logits,
     "smoothing": check_smoothing,
+    "statistics": check_statistics,
 }
 
 

@@ -1,0 +1,456 @@
+"""Calls whose arguments are DTensors, and tokens or heads that are gathered for a call.
+
+The placements of input and linear_weight on a dimension of their mesh say what its ranks share:
+
+    input        linear_weight
+    Replicate    Shard(0)       the tokens; each rank has some classes: the call gets `vocab_group`
+    Shard(i)     Replicate      the head; each rank has some tokens: one sum of the losses, one of d_weight
+    Shard(i)     Shard(0)       nothing: the tokens are gathered, which makes it the first case, or the head, the second
+
+`takes_dtensors` turns such a call into one on local tensors with process groups, whose results it makes DTensors again.
+Gradients are those of the loss of all tokens. The gradients that a call sums itself are summed in float32.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from core_triton import vocab_shard
+
+Gather = Literal["tokens", "head"]
+
+OF_HEAD = ("linear_weight", "linear_bias")
+OF_TOKENS = ("input", "target", "token_weight")  # and the arrays of a token loss
+
+
+def is_dtensor(value: Any) -> bool:
+    return type(value).__name__ == "DTensor" and type(value).__module__.startswith("torch.distributed")
+
+
+def takes_dtensors[Function: Callable[..., Any]](function: Function) -> Function:
+    """Makes a public function take DTensors, gather="head" and sequence_parallel=True."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and (kwargs.get("gather") is not None or kwargs.get("sequence_parallel")):
+            return _run(function, *args, **kwargs)
+        for value in args:
+            if is_dtensor(value):
+                return _run(function, *args, **kwargs)
+        for value in kwargs.values():
+            if is_dtensor(value):
+                return _run(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any], **more: Any) -> Any:
+    """Calls a public function. The arrays of a token loss are positional arguments, after those before them."""
+    named = {**arguments, **more}
+    first = [named.pop(name) for name in ("input", "linear_weight", "target", "token_loss") if name in named]
+    return function(*first, *named.pop("per_token", ()), **named)
+
+
+def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{function.__name__} does not take DTensors, gather or sequence_parallel under torch.compile: pass local "
+            "tensors with vocab_group or token_group, or exclude the call with torch.compiler.disable"
+        )
+    bound = _signature(function).bind(*args, **kwargs)
+    given = bound.arguments
+    gather, sequence_parallel = given.pop("gather", None), given.pop("sequence_parallel", False)
+    if gather not in (None, "tokens", "head"):
+        raise ValueError(f'gather must be "tokens", "head" or None, got {gather!r}')
+    if given.get("grad_into") is not None:
+        raise ValueError("grad_into must be None with DTensors, gather or sequence_parallel")
+    x, w = given.get("input"), given.get("linear_weight")
+    if sequence_parallel:
+        return _sequence_parallel(function, bound, gather)
+    if not is_dtensor(x) and not is_dtensor(w):
+        names = [name for name, value in given.items() if is_dtensor(value)]
+        if names:
+            raise ValueError(f"{names[0]} must be a plain Tensor beside a plain input and linear_weight, got DTensor")
+        raise ValueError(f"gather must be None without DTensors, got {gather!r}")
+    if not is_dtensor(w):
+        raise ValueError("linear_weight must be a DTensor beside a DTensor input, got Tensor")
+    if not is_dtensor(x):
+        return _head_of_fsdp(function, bound, gather)
+    return _of_placements(function, bound, gather)
+
+
+class Dimension(NamedTuple):
+    """What the ranks of a dimension of a mesh share."""
+
+    index: int
+    group: "dist.ProcessGroup"
+    kind: Literal["classes", "tokens", "neither"]
+
+
+def _dimensions(x: Any, w: Any) -> list[Dimension]:
+    """Returns the dimensions of the mesh of input and linear_weight whose ranks do not share both."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if x.device_mesh != w.device_mesh:
+        raise ValueError("linear_weight must have the device_mesh of input")
+    found, last = [], x.ndim - 1
+    for index, (of_x, of_w) in enumerate(zip(x.placements, w.placements, strict=True)):
+        tokens = type(of_x) is Shard and of_x.dim % x.ndim != last
+        classes = type(of_w) is Shard and of_w.dim % 2 == 0
+        if not tokens and type(of_x) is not Replicate:
+            raise ValueError(
+                f"input must be Replicate, or Shard on an axis of tokens, on dimension {index}, got {of_x}"
+            )
+        if not classes and type(of_w) is not Replicate:
+            raise ValueError(f"linear_weight must be Replicate or Shard(0) on dimension {index}, got {of_w}")
+        if tokens or classes:
+            kind = "neither" if tokens and classes else "tokens" if tokens else "classes"
+            found.append(Dimension(index, x.device_mesh.get_group(index), kind))
+    for kinds, what in ((("classes", "neither"), "linear_weight"), (("tokens", "neither"), "input")):
+        if sum(one.kind in kinds for one in found) > 1:
+            raise ValueError(
+                f"{what} must be sharded on one dimension of the mesh, got {(w, x)[what == 'input'].placements}"
+            )
+    return found
+
+
+def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
+    """Runs a call of a DTensor input and head."""
+    from torch.distributed.tensor import Replicate
+
+    given = bound.arguments
+    x, w = given["input"], given["linear_weight"]
+    mesh, dimensions = x.device_mesh, _dimensions(x, w)
+    if given.get("vocab_group") is not None or given.get("token_group") is not None:
+        raise ValueError("vocab_group and token_group must be None with DTensors, whose placements say what is shared")
+    of_tokens = next((one for one in dimensions if one.kind != "classes"), None)
+    of_classes = next((one for one in dimensions if one.kind != "tokens"), None)
+    if gather is not None and (of_tokens is None or of_tokens.kind != "neither"):
+        raise ValueError(f"gather must be None where input and linear_weight are not both sharded, got {gather!r}")
+    if of_tokens is not None and function.__name__.endswith("_with_stats"):
+        raise ValueError(f"input must be Replicate for {function.__name__}, got {x.placements}: pass local tensors")
+    classes = given.get("vocab_size") or w.shape[0]
+    local = _local(given, x, of_tokens)
+    reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
+    if of_tokens is not None and of_tokens is of_classes:
+        gather = gather or ("tokens" if x.shape[:-1].numel() < classes else "head")
+        if gather == "tokens":
+            found = _with_all_tokens(function, local, of_tokens.group, reduction, classes)
+            placements = x.placements if reduction == "none" else [Replicate()] * mesh.ndim
+            return _wrapped(found, mesh, placements, x.shape[:-1] if reduction == "none" else None)
+        found = _of_gathered_head(function, local, of_tokens.group, w.shape[0], reduction, mean=False)
+        if reduction == "none":
+            return _wrapped(found, mesh, x.placements, x.shape[:-1])
+        return _whole_loss(found, of_tokens.group, mesh)
+    elif of_tokens is not None:
+        for name in OF_HEAD:
+            if local.get(name) is not None:
+                local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens.group))
+    if of_classes is not None:
+        local |= {"vocab_group": of_classes.group, "vocab_size": classes}
+    if of_tokens is None:
+        return _wrapped(_call(function, local), mesh, [Replicate()] * mesh.ndim)
+    if reduction == "none":
+        return _wrapped(_call(function, local), mesh, x.placements, x.shape[:-1])
+    return _whole_loss(_call(function, local, token_group=of_tokens.group), of_tokens.group, mesh)
+
+
+def _whole_loss(loss: Tensor, group: "dist.ProcessGroup", mesh: Any) -> Any:
+    """Returns the loss of all tokens, given that of a rank's with `token_group`, which is times the ranks."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    total = cast(Tensor, _Summed.apply(loss / group.size(), group))
+    return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[str, Any]:
+    """Returns the arguments of a call with local tensors. Those of tokens must have the placements of input."""
+    from torch.distributed.tensor import Replicate
+
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        values = value if name == "per_token" else (value,)
+        made = []
+        for one in values:
+            tokens = name in OF_TOKENS or name == "per_token"
+            if is_dtensor(one):
+                expected = tuple(x.placements) if tokens else None
+                if name not in ("input", *OF_HEAD):
+                    expected = expected or (Replicate(),) * x.device_mesh.ndim
+                if expected is not None and (one.device_mesh != x.device_mesh or tuple(one.placements) != expected):
+                    raise ValueError(
+                        f"{name} must have the mesh of input and placements {expected}, got {one.placements}"
+                    )
+                if name == "linear_bias" and one.placements != given["linear_weight"].placements:
+                    raise ValueError(f"linear_bias must have the placements of linear_weight, got {one.placements}")
+                one = one.to_local()
+            elif isinstance(one, Tensor) and one.ndim and tokens and of_tokens is not None:
+                raise ValueError(
+                    f"{name} must be a DTensor with the placements of input {tuple(x.placements)}, got Tensor"
+                )
+            made.append(one)
+        found[name] = tuple(made) if name == "per_token" else made[0]
+    return found
+
+
+def _wrapped(found: Any, mesh: Any, placements: Any, shape: torch.Size | None = None) -> Any:
+    """Returns results, tensors or tuples of them, as DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(found, Tensor):
+        sizes: dict[str, Any] = {}
+        if shape is not None:
+            sizes = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+        return DTensor.from_local(found, mesh, placements, run_check=False, **sizes)
+    if isinstance(found, tuple):
+        made = [_wrapped(one, mesh, placements, shape) for one in found]
+        return type(found)(*made) if hasattr(found, "_fields") else type(found)(made)
+    return found
+
+
+def _head_of_fsdp(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
+    """Runs a call of a plain input and a DTensor head, which FSDP2 divides among ranks with different tokens."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    given = bound.arguments
+    w = given["linear_weight"]
+    if gather == "tokens" or (gather is None and given.get("token_group") is None):
+        raise ValueError(
+            "input must be a DTensor beside a DTensor linear_weight, whose placements say which ranks have the same "
+            'tokens, got Tensor. If all ranks have different tokens, as with FSDP2, pass gather="head" or token_group'
+        )
+    if given.get("vocab_group") is not None:
+        raise ValueError("vocab_group must be None with a DTensor linear_weight")
+    others = [place for place in w.placements if place not in (Shard(0), Replicate())]
+    sharded = [index for index, place in enumerate(w.placements) if place == Shard(0)]
+    if others or len(sharded) > 1:
+        raise ValueError(f"linear_weight must be Shard(0) on one dimension of its mesh, got {w.placements}")
+    local = dict(given)
+    for name in OF_HEAD:
+        one = given.get(name)
+        if one is None:
+            continue
+        if not is_dtensor(one) or one.placements != w.placements:
+            raise ValueError(f"{name} must be a DTensor with the placements of linear_weight, got {one}")
+        local[name] = one.to_local()
+    if not sharded:
+        return _call(function, local)
+    reduction = local.get("reduction", "mean")
+    return _of_gathered_head(function, local, w.device_mesh.get_group(sharded[0]), w.shape[0], reduction, mean=True)
+
+
+def _of_gathered_head(
+    function: Callable[..., Any],
+    local: dict[str, Any],
+    group: "dist.ProcessGroup",
+    rows: int,
+    reduction: str,
+    *,
+    mean: bool,
+) -> Any:
+    """Runs a call on this rank's tokens and the whole head, of which it has a shard. The gradient of the head is the
+    sum of those of all ranks, or with `mean`, for FSDP2, their mean. Without it the call has the group as
+    `token_group`, unless its reduction is "none"."""
+    if not mean and reduction != "none":
+        local = local | {"token_group": group}
+    shards: list[Any] = [local.get(name) for name in OF_HEAD]
+    plain = function.__name__ == "linear_cross_entropy" and local["input"].dtype != torch.float16
+    if plain and reduction != "none" and torch.is_grad_enabled() and shards[0].requires_grad:
+        call = function, local, group, rows, mean
+        return _LossOfGatheredHead.apply(call, local["input"], *shards)
+    for name, shard in zip(OF_HEAD, shards, strict=True):
+        if shard is not None:
+            local[name] = gathered_head(shard, group, rows, mean=mean)
+    return _call(function, local)
+
+
+class _LossOfGatheredHead(torch.autograd.Function):
+    """The gradients exist when the forward pass ends. So the head is gathered once, and its gradient, which the call
+    adds up in float32, is scattered there and rounded once. The backward pass multiplies what a rank keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        function, local, group, rows, mean = call
+        _, of_input, _, of_bias = ctx.needs_input_grad
+        with torch.enable_grad():
+            x = input.detach().requires_grad_(of_input)
+            head = _all_rows(weight.detach(), group, rows).requires_grad_()
+            whole_bias = None if bias is None else _all_rows(bias.detach(), group, rows).requires_grad_(of_bias)
+            total = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+            arrays = {"input": x, "linear_weight": head, "linear_bias": whole_bias, "grad_into": total}
+            loss = _call(function, local | arrays)
+            leaves = [one for one in (x, whole_bias) if one is not None and one.requires_grad]
+            gradients = list(torch.autograd.grad(loss, leaves)) if leaves else []
+        d_input = gradients.pop(0) if of_input else None
+        d_bias = None
+        if bias is not None and of_bias:
+            d_bias = _own_rows(gradients.pop(0), group, bias, mean=mean)
+        ctx.save_for_backward(d_input, _own_rows(total, group, weight, mean=mean), d_bias)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *(None if one is None else (one * d_loss).to(one.dtype) for one in ctx.saved_tensors)
+
+
+def _sequence_parallel(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
+    """Runs a call whose ranks of vocab_group have different tokens, as many on each."""
+    given = bound.arguments
+    group = given.get("vocab_group")
+    if group is None:
+        raise ValueError("vocab_group must be a process group with sequence_parallel=True, got None")
+    if gather is not None:
+        raise ValueError(f"gather must be None with sequence_parallel=True, got {gather!r}")
+    if function.__name__.endswith("_with_stats"):
+        raise ValueError(f"sequence_parallel must be False for {function.__name__}, got True")
+    vocab_shard.check_group("vocab_group", group)
+    reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
+    local = dict(given)
+    local.pop("vocab_group")
+    classes = local.pop("vocab_size", None)
+    return _with_all_tokens(function, local, group, reduction, classes)
+
+
+def _with_all_tokens(
+    function: Callable[..., Any], local: dict[str, Any], group: "dist.ProcessGroup", reduction: str, classes: int | None
+) -> Any:
+    """Runs a call on the tokens of all ranks of a group, each with its shard of the head. With reduction "none" returns
+    the results of this rank's tokens."""
+    given, ignore_index = dict(local), local.get("ignore_index", -100)
+    shape = given["target"].shape
+    tokens = torch.tensor(given["target"].numel(), device=given["target"].device)
+    most = int(vocab_shard.gather(tokens[None], group.size(), group.group_name).max())
+    fill: dict[str, Any] = {"target": ignore_index}
+    for name in (*OF_TOKENS, "per_token"):
+        if given.get(name) is None:
+            continue
+        value = given[name]
+        ones = value if name == "per_token" else (value,)
+        made = tuple(gathered_tokens(one, group, most, len(shape), fill.get(name, 0)) for one in ones)
+        given[name] = made if name == "per_token" else made[0]
+    found = _call(function, given, vocab_group=group, vocab_size=classes)
+    if reduction != "none":
+        return found
+
+    def own(one: Tensor) -> Tensor:
+        return cast(Tensor, _OwnTokens.apply(one, group, most, shape.numel())).reshape(shape)
+
+    if isinstance(found, Tensor):
+        return own(found)
+    return type(found)(*(None if one is None else own(one) for one in found))
+
+
+def gathered_tokens(value: Tensor, group: "dist.ProcessGroup", most: int, axes: int, fill: float) -> Tensor:
+    """Returns an array of tokens, whose first `axes` axes are those of tokens, of all ranks, (ranks * most, ...). Ranks
+    with fewer tokens have `fill`."""
+    return cast(Tensor, _GatheredTokens.apply(value.reshape(-1, *value.shape[axes:]), group, most, fill))
+
+
+class _GatheredTokens(torch.autograd.Function):
+    """The backward pass takes this rank's rows of a gradient that is whole on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any, most: int, fill: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.place = slice(group.rank() * most, group.rank() * most + len(value))
+        if len(value) < most:
+            rest = value.new_full((most - len(value), *value.shape[1:]), fill)
+            value = torch.cat([value, rest])
+        return vocab_shard.gather(value.contiguous(), group.size(), group.group_name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient[ctx.place], None, None, None
+
+
+class _OwnTokens(torch.autograd.Function):
+    """This rank's results of those of all tokens. The backward pass gathers the upstream gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any, most: int, tokens: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.most = group, most
+        return value[group.rank() * most :][:tokens].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        whole = gradient.new_zeros(ctx.most)
+        whole[: len(gradient)] = gradient
+        return vocab_shard.gather(whole, ctx.group.size(), ctx.group.group_name), None, None, None
+
+
+def gathered_head(local: Tensor, group: "dist.ProcessGroup", rows: int, *, mean: bool) -> Tensor:
+    """Returns the head (rows, ...) of shards that are divided as `torch.chunk` divides them. The backward pass adds the
+    gradients of all ranks in float32, or with `mean` takes their mean."""
+    return cast(Tensor, _GatheredHead.apply(local, group, rows, mean))
+
+
+class _GatheredHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Any, rows: int, mean: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.mean = group, mean
+        ctx.save_for_backward(local)
+        return _all_rows(local, group, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _own_rows(gradient, ctx.group, ctx.saved_tensors[0], mean=ctx.mean), None, None, None
+
+
+def _all_rows(local: Tensor, group: "dist.ProcessGroup", rows: int) -> Tensor:
+    """Returns the rows of all ranks, which `torch.chunk` divides."""
+    most = -(-rows // group.size())
+    if len(local) < most:
+        local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])
+    return vocab_shard.gather(local.contiguous(), group.size(), group.group_name)[:rows]
+
+
+def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", like: Tensor, *, mean: bool) -> Tensor:
+    """Returns this rank's rows of the sum of the ranks' gradients, or of their mean, with the rows and dtype of `like`.
+    They are added in float32."""
+    ranks = group.size()
+    most = -(-len(gradient) // ranks)
+    gradient = gradient.float()
+    if len(gradient) < ranks * most:
+        gradient = torch.cat([gradient, gradient.new_zeros(ranks * most - len(gradient), *gradient.shape[1:])])
+    own = torch.empty(most, *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
+    dist.reduce_scatter_tensor(own, gradient.contiguous(), group=group)
+    if mean:
+        own /= ranks
+    return own[: len(like)].to(like.dtype)
+
+
+class _Shared(torch.autograd.Function):
+    """An array that ranks share. The backward pass adds its gradients of all ranks in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = gradient.float().contiguous()
+        total = total.clone() if total is gradient else total
+        return vocab_shard.all_sum(total, ctx.group.group_name).to(gradient.dtype), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of numbers over ranks. The gradient with respect to each is that with respect to the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return vocab_shard.all_sum(value.detach().clone(), group.group_name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None

@@ -1,0 +1,140 @@
+"""What devices gather that have different tokens and different classes of the head, as those of FSDP: the tokens of
+all, or the rows of the head of all.
+
+    "tokens"  each device computes the loss of the tokens of all devices for its classes (`vocab_shard.py`), and takes
+              the results and the rows of d_input of its own tokens. d_weight stays where it is.
+    "head"    each device computes the loss of its tokens for the whole head, which is gathered in its own dtype before
+              the forward rule. The rule sums d_weight over the devices in float32, and each keeps the rows of its
+              shard (`Devices.sum_of_head`): a reduce-scatter. The backward rule scales the shard.
+"""
+
+from collections.abc import Callable, Container
+from dataclasses import replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_derivatives import CustomVJPPrimal
+
+from jax_pallas.devices import Devices, aligned
+from jax_pallas.options import Arrays, Options, TokenOptions
+
+Static = Options | TokenOptions
+
+
+def whole_head(devices: Devices, linear_weight: Array, vocab_axis: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of the head that a device computes with: its own shard, or the gathered head."""
+    shape = list(linear_weight.shape)
+    if devices.gather == "head":
+        shape[vocab_axis] *= devices.parts // devices.shards
+    return jax.ShapeDtypeStruct(tuple(shape), linear_weight.dtype)
+
+
+def on_devices(
+    operator: Callable[..., Arrays], rule: Any, places: Callable[[Any, int], tuple[Container[int], Container[int]]]
+) -> Any:
+    """Makes calls that name axes of a mesh run `rule` in place of the operator, whose arguments would all vary over
+    these axes, after devices have gathered what they need.
+
+    Args:
+        places: `places(static, count)` says which of `count` arrays devices with different tokens may share, and which
+            are different where devices divide the vocabulary.
+    """
+    # Outside of jit, jax.shard_map does not run custom_vjp functions with symbolic zeros.
+    compiled = jax.jit(lambda static, *arrays: rule(static, *arrays), static_argnums=0)
+    gathering = with_whole_head(rule)
+    compiled_with_gather = jax.jit(lambda static, *arrays: gathering(static, *arrays), static_argnums=0)
+
+    def call(static: Any, *arrays: Array) -> Arrays:
+        if not static.devices.axes:
+            return operator(static, *arrays)
+        shared, of_head = places(static, len(arrays))
+        arrays = aligned(static.devices, arrays, shared, of_head)
+        gather = static.devices.gather if of_head else None
+        if gather == "tokens":
+            return over_all_tokens(compiled, static, arrays)
+        return (compiled_with_gather if gather == "head" else compiled)(static, *arrays)
+
+    return call
+
+
+def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
+    """Runs an operator on the tokens of all devices of `gather_axes`. Returns the results of this device's tokens."""
+    devices, tokens = static.devices, arrays[0].shape[0]
+    axes = devices.gather_axes
+    others = tuple(axis for axis in devices.token_axes if axis not in axes)
+    options = replace(_options(static), devices=devices._replace(token_axes=others, gather_axes=()))
+    rows = [0, 2, 3]
+    if isinstance(static, TokenOptions):
+        rows += range(options.count, options.count + static.per_token)
+    inner: Static = replace(static, options=options) if isinstance(static, TokenOptions) else options
+
+    def gathered(index: int, array: Array) -> Array:
+        return cast(Array, lax.all_gather(array, axes, tiled=True, to="invarying")) if index in rows else array
+
+    def own(result: Array) -> Array:
+        if result.ndim != 1:  # a loss, or a sum of grad_into
+            return result
+        return lax.dynamic_slice_in_dim(result, lax.axis_index(axes) * tokens, tokens)
+
+    results = operator(inner, *(gathered(index, array) for index, array in enumerate(arrays)))
+    return tuple(map(own, results))
+
+
+def with_whole_head(rule: Any) -> Any:
+    """Returns a custom_vjp function of `rule_of_arrays` that takes shards of the head where `rule` takes the head, if
+    the call gathers it."""
+
+    def gathered(static: Static, arrays: Arrays) -> Arrays:
+        options, axes = _options(static), static.devices.gather_axes
+        named = options.named(arrays[: options.count])
+
+        def whole(name: str, axis: int) -> Any:
+            array = named[name]
+            return None if array is None else lax.all_gather(array, axes, axis=axis, tiled=True)
+
+        weight = whole("linear_weight", options.vocab_axis)
+        # The sum of all devices is added to each device's own rows when it is complete.
+        into = None if named["grad_into"] is None else jnp.zeros(weight.shape, jnp.float32)
+        named |= {"linear_weight": weight, "linear_bias": whole("linear_bias", 0), "grad_into": into}
+        return (*options.arrays(**named), *arrays[options.count :])
+
+    def total(static: Static, of_all: Array, grad_into: Array) -> Array:
+        """Returns grad_into plus the rows of this device of a gradient."""
+        devices, axis = static.devices, _options(static).vocab_axis
+        return grad_into + lax.psum_scatter(of_all, devices.gather_axes, scatter_dimension=axis, tiled=True)
+
+    def results_of(static: Static, results: Arrays, arrays: Arrays) -> Arrays:
+        options = _options(static)
+        if not options.has_grad_into or options.adds_in_backward:
+            return results
+        return (*results[:-1], total(static, results[-1], arrays[options.count - 1]))
+
+    def primal(static: Static, *arrays: Array) -> Arrays:
+        return results_of(static, rule(static, *gathered(static, arrays)), arrays)
+
+    def forward(static: Static, *primals: Any) -> tuple[Arrays, Any]:
+        arrays = tuple(one.value for one in primals)
+        of_head = gathered(static, arrays)
+        inner = (CustomVJPPrimal(value, one.perturbed) for value, one in zip(of_head, primals, strict=True))
+        results, residuals = rule.fwd(static, *inner)
+        options = _options(static)
+        into = arrays[options.count - 1] if options.adds_in_backward else None
+        return results_of(static, results, arrays), (residuals, into)
+
+    def backward(static: Static, residuals: Any, cotangents: Any) -> Any:
+        of_rule, into = residuals
+        found = list(rule.bwd(static, of_rule, cotangents))
+        if into is not None:
+            place = _options(static).count - 1
+            found[place] = total(static, found[place], into)
+        return tuple(found)
+
+    gathering = jax.custom_vjp(primal, nondiff_argnums=(0,))
+    gathering.defvjp(forward, backward, symbolic_zeros=True)
+    return gathering
+
+
+def _options(static: Static) -> Options:
+    return static.options if isinstance(static, TokenOptions) else static

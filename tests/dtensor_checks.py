@@ -1,0 +1,237 @@
+"""Checks of calls on DTensors, which `torch_ranks.py` runs on all of its ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import core_triton
+from core_triton import token_losses
+from core_triton.parallel import VocabParallel
+
+TOKENS, HIDDEN, CLASSES = 45, 16, 101  # none is a multiple of the ranks
+BUDGET = 44_000  # several chunks of the tokens
+
+Arrays = dict[str, Tensor]
+
+
+def drawn() -> Arrays:
+    """Returns the arrays of a call. The tokens of the first rank of four, and some others, are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    target = torch.randint(CLASSES, (TOKENS,), generator=generator)
+    target[:13] = target[20] = -100
+    return {
+        "input": normal(TOKENS, HIDDEN),
+        "linear_weight": normal(CLASSES, HIDDEN) / 2,
+        "linear_bias": normal(CLASSES),
+        "target": target,
+        "token_weight": torch.rand(TOKENS, generator=generator),
+    }
+
+
+DIFFERENTIATED = ("input", "linear_weight", "linear_bias")
+OF_TOKENS = ("input", "target", "token_weight")
+UPSTREAM = torch.linspace(-1, 1, TOKENS)
+
+
+def loss_and_gradients(function: Callable[..., Any], arrays: Arrays, upstream: Tensor | None) -> list[Tensor]:
+    """Returns the loss and its gradients, each of all ranks."""
+    loss = function(**arrays)
+    leaves = [arrays[name] for name in DIFFERENTIATED]
+    found = [loss.detach(), *torch.autograd.grad(loss, leaves, upstream)]
+    return [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
+
+
+def mean(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return core_triton.linear_cross_entropy(input, linear_weight, target, memory_budget=BUDGET, **options)
+
+
+def total(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return mean(input, linear_weight, target, reduction="sum", z_loss_weight=1e-3, label_smoothing=0.1, **options)
+
+
+def each(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return mean(input, linear_weight, target, reduction="none", softcap=3.0, **options)
+
+
+def log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    options.pop("token_weight")
+    found = core_triton.linear_log_probs(input, linear_weight, target, memory_budget=BUDGET, **options)
+    return found.log_prob + 0.1 * found.entropy
+
+
+def token_loss(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    weights = options.pop("token_weight")
+    arguments = input, linear_weight, target, token_losses.weighted_nll(), weights
+    return core_triton.linear_token_loss(*arguments, memory_budget=BUDGET, **options)
+
+
+# Placements of the tokens and of the head on a mesh of one or two dimensions.
+ONE = (
+    ([Replicate()], [Shard(0)]),
+    ([Shard(0)], [Replicate()]),
+    ([Shard(0)], [Shard(0)]),
+    ([Replicate()], [Replicate()]),
+)
+TWO = (
+    ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
+    ([Replicate(), Shard(0)], [Shard(0), Replicate()]),
+    ([Shard(0), Replicate()], [Shard(0), Replicate()]),
+)
+FUNCTIONS: tuple[tuple[Callable[..., Tensor], bool], ...] = (
+    (mean, False),
+    (total, False),
+    (each, True),
+    (log_probs, True),
+    (token_loss, False),
+)
+
+
+def distributed(
+    arrays: Arrays, mesh: DeviceMesh, of_tokens: Sequence[Placement], of_head: Sequence[Placement]
+) -> Arrays:
+    found = {}
+    for name, array in arrays.items():
+        found[name] = distribute_tensor(array, mesh, of_tokens if name in OF_TOKENS else of_head)
+        found[name].requires_grad_(name in DIFFERENTIATED)
+    return found
+
+
+def check_placements(rank: int, ranks: int) -> None:
+    """Every placement gives the loss and the gradients of one process."""
+    arrays, one = drawn(), init_device_mesh("cpu", (ranks,))
+    meshes = [(one, *placements) for placements in ONE]
+    if ranks > 2:
+        meshes += [(init_device_mesh("cpu", (2, ranks // 2)), *placements) for placements in TWO]
+    for function, by_token in FUNCTIONS:
+        leaves = {name: one.clone().requires_grad_(name in DIFFERENTIATED) for name, one in arrays.items()}
+        expected = loss_and_gradients(function, leaves, UPSTREAM if by_token else None)
+        for mesh, of_tokens, of_head in meshes:
+            both = of_tokens[0] == of_head[0] == Shard(0)
+            for gather in (None, "tokens", "head") if both else (None,):
+                upstream = distribute_tensor(UPSTREAM, mesh, of_tokens) if by_token else None
+                given: Any = distributed(arrays, mesh, of_tokens, of_head)
+                found = loss_and_gradients(function, given | ({"gather": gather} if gather else {}), upstream)
+                name = f"{function.__name__} {of_tokens} {of_head} {gather}"
+                for got, want in zip(found, expected, strict=True):
+                    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, msg=lambda text, name=name: name + text)
+
+
+def check_sequence_parallel(rank: int, ranks: int) -> None:
+    """Each rank has its part of the tokens and of the classes."""
+    arrays, tokens = drawn(), TOKENS // ranks * ranks
+    arrays = {name: one[:tokens] if name in OF_TOKENS else one for name, one in arrays.items()}
+    for function, by_token in FUNCTIONS:
+        leaves = {name: one.clone().requires_grad_(name in DIFFERENTIATED) for name, one in arrays.items()}
+        upstream = UPSTREAM[:tokens] if by_token else None
+        loss, *gradients = loss_and_gradients(function, leaves, upstream)
+        mine: Any = {name: one.chunk(ranks)[rank].clone() for name, one in arrays.items()}
+        for name in DIFFERENTIATED:
+            mine[name].requires_grad_()
+        mine |= {"vocab_group": dist.group.WORLD, "vocab_size": CLASSES, "sequence_parallel": True}
+        own = None if upstream is None else upstream.chunk(ranks)[rank]
+        found = loss_and_gradients(function, mine, own)
+        expected = [loss.chunk(ranks)[rank] if by_token else loss, *(one.chunk(ranks)[rank] for one in gradients)]
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def check_fsdp2_parameter(rank: int, ranks: int) -> None:
+    """The function on a parameter of FSDP2, outside of the forward pass of its module."""
+    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    x, w = (arrays[name].clone().requires_grad_() for name in ("input", "linear_weight"))
+    expected = torch.autograd.grad(core_triton.linear_cross_entropy(x, w, arrays["target"]), (x, w))
+    head = torch.nn.Linear(HIDDEN, CLASSES, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(arrays["linear_weight"])
+    fully_shard(head, mesh=mesh)
+    own = slice(0, 9) if rank == 0 else slice(9 + (rank - 1) * 12, 9 + rank * 12 if rank < ranks - 1 else TOKENS)
+    x = arrays["input"][own].clone().requires_grad_()
+    options: dict[str, Any] = {"token_group": dist.group.WORLD, "memory_budget": BUDGET}
+    core_triton.linear_cross_entropy(x, head.weight, arrays["target"][own], **options).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad / ranks, expected[0][own])
+    gradient: Any = head.weight.grad
+    torch.testing.assert_close(gradient.full_tensor(), expected[1])
+
+
+def check_vocab_parallel(rank: int, ranks: int) -> None:
+    """`parallelize_module`, with the same tokens on all ranks, and with a part of them on each."""
+    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    tokens = TOKENS // ranks * ranks
+    x, target = arrays["input"][:tokens], arrays["target"][:tokens]
+    for layout, own in (
+        (Replicate(), slice(None)),
+        (Shard(0), slice(tokens // ranks * rank, tokens // ranks * (rank + 1))),
+    ):
+        torch.manual_seed(0)
+        whole = core_triton.LinearCrossEntropy(HIDDEN, CLASSES, bias=True, weight=1 + torch.rand(CLASSES))
+        head = core_triton.LinearCrossEntropy(HIDDEN, CLASSES, bias=True, weight=whole.class_weight)
+        head.load_state_dict(whole.state_dict())
+        parallelize_module(head, mesh, VocabParallel(input_layouts=layout))
+        expected = whole(x, target)
+        expected.backward()
+        loss = head(x[own], target[own])
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        for parameter, exact in zip(head.parameters(), whole.parameters(), strict=True):
+            gradient: Any = parameter.grad
+            torch.testing.assert_close(gradient.full_tensor(), exact.grad)
+    with pytest.raises(TypeError, match="module must be a LinearCrossEntropy for VocabParallel, got Linear"):
+        parallelize_module(torch.nn.Linear(4, 4), mesh, VocabParallel())
+
+
+def check_dtensor_errors(rank: int, ranks: int) -> None:
+    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    x, w, target = (arrays[name] for name in ("input", "linear_weight", "target"))
+    loss: Any = core_triton.linear_cross_entropy
+
+    def on(array: Tensor, placement: Placement) -> DTensor:
+        return distribute_tensor(array, mesh, [placement])
+
+    shared, sharded = on(x, Replicate()), on(x, Shard(0))
+    head = on(w, Shard(0))
+    world = dist.group.WORLD
+    for message, arguments, options in (
+        ("input must be a DTensor beside a DTensor linear_weight", (x, head, target), {}),
+        ("linear_weight must be a DTensor beside a DTensor input", (shared, w, target), {}),
+        ("input must be Replicate, or Shard on an axis of tokens", (on(x, Shard(1)), head, target), {}),
+        ("linear_weight must be Replicate or Shard\\(0\\)", (shared, on(w, Shard(1)), target), {}),
+        ("target must be a DTensor with the placements of input", (sharded, head, target), {}),
+        ("target must have the mesh of input and placements", (sharded, head, on(target, Replicate())), {}),
+        ("vocab_group and token_group must be None", (shared, head, target), {"vocab_group": world}),
+        ("gather must be None where input", (shared, head, target), {"gather": "head"}),
+        ('gather must be "tokens", "head" or None', (shared, head, target), {"gather": "all"}),
+        ("gather must be None without DTensors", (x, w, target), {"gather": "head"}),
+        ("grad_into must be None with DTensors", (shared, head, target), {"grad_into": torch.zeros(CLASSES, HIDDEN)}),
+        ("vocab_group must be a process group with sequence_parallel", (x, w, target), {"sequence_parallel": True}),
+        (
+            "token_weight must be a plain Tensor beside a plain input",
+            (x, w, target),
+            {"token_weight": on(x[:, 0], Shard(0))},
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss(*arguments, **options)
+    partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    with pytest.raises(ValueError, match="input must be Replicate, or Shard"):
+        loss(partial, head, target)
+    with pytest.raises(ValueError, match="input must be Replicate for linear_cross_entropy_with_stats"):
+        core_triton.linear_cross_entropy_with_stats(sharded, head, on(target, Shard(0)))
+
+
+DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
+    "placements": check_placements,
+    "sequence_parallel": check_sequence_parallel,
+    "fsdp2_parameter": check_fsdp2_parameter,
+    "vocab_parallel": check_vocab_parallel,
+    "dtensor_errors": check_dtensor_errors,
+}

@@ -1,0 +1,104 @@
+"""Compiles the loss for 8 H200s, without a GPU: what devices exchange, whether in the loop over chunks, and how much
+memory each needs. A plain call for several devices is refused."""
+
+import math
+from typing import Any
+
+import pytest
+from test_jax_pallas_gpu_compile import GEMMA, LLAMA, QWEN, run_compiler
+
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
+
+DEVICES = 8
+BYTES = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1}
+
+pytestmark = pytest.mark.slow
+
+
+def compile_form(form: str, n: int, shape: tuple[int, int], implementation: str | None = None) -> dict[str, Any]:
+    """Returns the output of compile_for_gpus.py for one program of `n` tokens on all devices."""
+    program = {"form": form, "n": n, "d": shape[0], "v": shape[1], "implementation": implementation}
+    return run_compiler("compile_for_gpus.py", [program])[0]
+
+
+def exchanged(found: dict[str, Any]) -> list[tuple[str, str, int, bool]]:
+    """Returns kind, dtype, numbers of the largest array, and whether it is in a loop, of each collective."""
+    largest = ((one, max(one["types"], key=lambda type_: math.prod(type_[1:]))) for one in found["collectives"])
+    return [(one["kind"], dtype, math.prod(sizes), one["loop"]) for one, (dtype, *sizes) in largest]
+
+
+def scalars_apart(found: dict[str, Any]) -> list[tuple[str, str, int, bool]]:
+    """Returns `exchanged` without sums of single numbers: the loss and the number of tokens."""
+    return [one for one in exchanged(found) if one[0] != "all-reduce" or one[2] > 1]
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN, GEMMA])
+def test_a_divided_vocabulary(shape: tuple[int, int]) -> None:
+    """Each chunk of rows exchanges some numbers for each row, and d_input. No device sees the head or the logits of
+    others."""
+    hidden, vocab = shape
+    found = compile_form("vocabulary", 8192, shape)
+    loops = scalars_apart(found)
+    assert [(kind, dtype, loop) for kind, dtype, _, loop in loops] == [("all-reduce", "f32", True)] * 2
+    numbers, d_input = sorted(size for _, _, size, _ in loops)
+    rows = d_input // hidden
+    assert numbers == 4 * DEVICES * rows
+    assert numbers < rows * vocab // DEVICES
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
+
+
+@pytest.mark.parametrize("implementation", [None, "chunked"])
+def test_different_tokens(implementation: str | None) -> None:
+    """d_weight is summed once, in float32."""
+    hidden, vocab = LLAMA
+    found = compile_form("batch", 65536, LLAMA, implementation)
+    assert scalars_apart(found) == [("all-reduce", "f32", hidden * vocab, False)]
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + 4 * hidden * vocab
+
+
+@pytest.mark.parametrize("implementation", [None, "chunked"])
+def test_fsdp_gathers_the_head_once(implementation: str | None) -> None:
+    hidden, vocab = LLAMA
+    found = compile_form("fsdp, head", 65536, LLAMA, implementation)
+    assert sorted(scalars_apart(found)) == [
+        ("all-gather", "bf16", hidden * vocab, False),
+        ("reduce-scatter", "f32", hidden * vocab, False),
+    ]
+    # The gathered head, its gradient, and the part of the gradient that stays.
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + (6 + 4 / DEVICES) * hidden * vocab
+
+
+def test_fsdp_of_a_head_on_d() -> None:
+    """The head is divided on V first: an all-to-all of its parts, forth in its dtype and perhaps back."""
+    hidden, vocab = LLAMA
+    found = scalars_apart(compile_form("fsdp on D", 65536, LLAMA))
+    assert {one[:3] for one in found} == {
+        ("all-to-all", "bf16", hidden * vocab // DEVICES),
+        ("all-gather", "bf16", hidden * vocab),
+        ("reduce-scatter", "f32", hidden * vocab),
+    }
+    assert not any(loop for *_, loop in found)
+
+
+def test_fsdp_gathers_the_tokens() -> None:
+    """Besides the sums of a divided vocabulary."""
+    (hidden, vocab), tokens = LLAMA, 65536
+    found = compile_form("fsdp, tokens", tokens, LLAMA)
+    others = [(kind, dtype, size) for kind, dtype, size, loop in scalars_apart(found) if not loop]
+    assert ("all-gather", "bf16", tokens * hidden) in others
+    assert all(kind == "all-gather" and size in (tokens, tokens * hidden) for kind, _, size in others)
+    loops = [one for one in scalars_apart(found) if one[3]]
+    assert [(kind, dtype) for kind, dtype, *_ in loops] == [("all-reduce", "f32")] * 2
+    # The tokens of all and their gradients, and the sum of d_weight in float32.
+    more = 2 * 2 * tokens * hidden + 4 * hidden * vocab / DEVICES
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + more
+
+
+@pytest.mark.parametrize("implementation", [None, "chunked"])
+@pytest.mark.parametrize("form", ["plain, replicated head", "plain, head on V", "plain, head on D"])
+def test_a_plain_call_is_refused(form: str, implementation: str | None) -> None:
+    """XLA would gather all tokens, the head twice, or the head or the sums of all logits in the loop over chunks, and
+    each device would compute the whole loss."""
+    found = compile_form(form, 65536, LLAMA, implementation)
+    assert "this call is compiled for 8 devices" in found["error"]
+    assert "jax_pallas.sharded" in found["error"]
