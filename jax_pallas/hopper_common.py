@@ -174,7 +174,7 @@ def in_pieces(acc: Any) -> tuple[Array, ...]:
     return tuple(sums[:, i : i + PIECE] for i in range(0, BLOCK_V, PIECE))
 
 
-def clear_after(w: Any, kept: int, layout: plgpu.Layout = plgpu.Layout.WGMMA) -> None:
+def clear_after(w: Any, kept: Any, layout: plgpu.Layout = plgpu.Layout.WGMMA) -> None:
     """Sets the classes after the first `kept` of a step, (HALF, STEP), to 0."""
     value = plgpu.load(w, layout=layout)
     index = plgpu.broadcasted_iota(jnp.int32, (HALF, STEP), 1, layout=layout)

@@ -584,7 +584,8 @@ def d_input_warpgroup(
 ) -> None:  # fmt: skip
     """A multiplying warpgroup: computes its halves of all work units of this program."""
     arrive_at_all(ring.empty, STAGES)
-    multiplies = partial(multiply_unit, kernel=kernel, ring=ring, warpgroup=warpgroup)
+    count = io.count if isinstance(io, SumsIO) else None
+    multiplies = partial(multiply_unit, kernel=kernel, ring=ring, warpgroup=warpgroup, classes=count)
     if head is not None:
         arrive_at_all(head.empty, HEAD_STAGES)
         multiplies = partial(multiply_split_unit, kernel=kernel, ring=ring, head=head, spare=spare, warpgroup=warpgroup)
@@ -612,9 +613,11 @@ def d_input_warpgroup(
     plgpu.wait_smem_to_gmem(0)
 
 
-def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, unit: WorkUnit, count: Any) -> Array:
+def multiply_unit(
+    acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, unit: WorkUnit, count: Any, classes: Any = None
+) -> Array:
     """Returns the sums of a warpgroup's half of a work unit, (HALF, tile_rows) float32; `count` iterations came before
-    it."""
+    it. classes: those of w that count, where only the device knows it."""
 
     def step(s: Any, *, releases: bool = True) -> None:
         slot = slot_of(count + s)
@@ -623,6 +626,9 @@ def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
         w = w.transpose((1, 0)) if kernel.vocab_axis == 0 else w
         if kernel.kept:
             when(unit.first + s == kernel.schedule.iters_per_tile - 1)(lambda: clear_after(w, kernel.kept))
+        if classes is not None:
+            kept = classes - (unit.first + s) * STEP
+            when(kept < STEP)(lambda: clear_after(w, kept))
         plgpu.wgmma(acc, w, ring.b.at[slot].transpose((1, 0)))
         plgpu.wgmma_wait(1)
         if releases:

@@ -4,6 +4,7 @@ Devices that divide the vocabulary add their sums, times rho, before the rows of
 work units and their matmuls are those of `hopper_gradients.py`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from jax_pallas.input_grad import SumsIO, sum_of_parts_kernel
 from jax_pallas.tile_config import D_BLOCK, STEP, SplitKSchedule, cdiv, choose_schedule
 
 
-def d_input_sums_kernel(kernel: DInputKernel, e_ref: Any, w_ref: Any, sums_ref: Any, *rest: Any) -> None:
+def d_input_sums_kernel(
+    kernel: DInputKernel, e_ref: Any, w_ref: Any, count_ref: Any, sums_ref: Any, *rest: Any
+) -> None:  # fmt: skip
     """Does what `d_input_kernel` does, but writes the sums of whole tiles, (columns, rows) of the tiles."""
     part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
     w_all, e_all, full, empty = rest
@@ -26,14 +29,20 @@ def d_input_sums_kernel(kernel: DInputKernel, e_ref: Any, w_ref: Any, sums_ref: 
     ring = make_ring(w_views, e_views, full, empty)
     warpgroup = lax.axis_index("warpgroup")
     load = partial(load_d_input, kernel, ring, None, w_ref, e_ref, None)
-    multiply_units = partial(d_input_warpgroup, kernel, ring, None, None, warpgroup, SumsIO(sums_ref), part_ref)
+    io = SumsIO(sums_ref, None if count_ref is None else count_ref[0])
+    multiply_units = partial(d_input_warpgroup, kernel, ring, None, None, warpgroup, io, part_ref)
     as_roles(warpgroup, load, multiply_units)
+
+
+def _without_count(body: Callable[..., None], e_ref: Any, w_ref: Any, *rest: Any) -> None:
+    body(e_ref, w_ref, None, *rest)
 
 
 @partial(jax.jit, static_argnames=("rows", "classes", "vocab_axis", "most", "interpret", "schedule"))
 def d_input_sums(
     e: Array,
     w: Array,
+    count: Array | None = None,
     *,
     rows: int,
     classes: int,
@@ -46,6 +55,7 @@ def d_input_sums(
 
     Args:
         e, w, classes, vocab_axis, most, interpret, schedule: of `store_d_input`. w has e's dtype.
+        count: () int32, how many of the classes of w count; None: all.
         rows: of e.
     """
     hidden = w.shape[1 - vocab_axis]
@@ -58,12 +68,15 @@ def d_input_sums(
     rings = [
         two_views((STAGES, *shape, 64), e.dtype, interpret=interpret) for shape in ((2, STEP), (schedule.tile_rows,))
     ]
+    body, operands = partial(d_input_sums_kernel, kernel), (e, w, ref)
+    if count is None:
+        body = partial(_without_count, body)
+    else:
+        operands = e, w, count[None], ref
     parts = (schedule.partial_tiles, D_BLOCK, schedule.tile_rows)
     results = [jax.ShapeDtypeStruct(parts, jnp.float32)] if schedule.partial_tiles else []
     scratch, grid = [*rings, *ring_barriers(3)], (hopper_common.programs(),)
-    found = run_kernel(
-        partial(d_input_sums_kernel, kernel), "d_input_sums", (e, w, ref), results, scratch, grid, interpret
-    )
+    found = run_kernel(body, "d_input_sums", operands, results, scratch, grid, interpret)
     if found:
         body, grid = partial(sum_of_parts_kernel, kernel), (schedule.split_tiles, schedule.tile_rows // kernel.piece)
         run_kernel(body, "sum_of_parts", (*found, ref), [], [], grid, interpret, threads=2)

@@ -309,6 +309,7 @@ def exponentials(
     places: Array,
     start: Array | int,
     others: Array | None = None,
+    count: Array | None = None,
     *,
     rows: int,
     classes: int,
@@ -332,6 +333,7 @@ def exponentials(
         start: a number of rows, or such a scalar on the device.
         others: d_weight (V, D) of x's dtype, or the memory (V, 2D) of one in float32, whose place the exponentials past
             the first `piece` classes take, as `FirstChunk` says; or None.
+        count: () int32, how many of the first `classes` rows of w are classes; None: all.
         rows, classes, vocab_axis, logit_scale, softcap: static arguments.
         stores: whether the exponentials are stored.
         statistics: of `linear_ce.statistics`, which are computed.
@@ -343,7 +345,8 @@ def exponentials(
     values, into, first = (bias, ref_exponent, target, places), None, None
     if others is not None:
         into, first = {"others": others}, FirstChunk.of(piece, rows, others.shape[1])
-    found = _exponentials(tiles, switches, x, w, *values, (start, 0, 0), into, first, interpret=interpret)
+    offsets = (start, 0, 0) if count is None else (start, 0, 0, 0, count)
+    found = _exponentials(tiles, switches, x, w, *values, offsets, into, first, interpret=interpret)
     return to_exponentials(found)
 
 

@@ -168,7 +168,7 @@ class Half:
     row: Array
     class_block: Array
     first: Array | None
-    last: int
+    last: Array | int
     place: Array | None = None
 
     @property
@@ -225,8 +225,8 @@ class LogitsKernel:
     Args:
         tiles: of the call.
         offsets: the first row of x, the first class of w, how many classes from there on are left out, and with
-            `Tiles.part_blocks` the first of these class blocks, which is that of the first class of w. None: the number
-            follows the pauses in the kernel's scalars.
+            `Tiles.part_blocks` the first of these class blocks, which is that of the first class of w. If there is one
+            more, only so many classes count. None: the number follows the pauses in the kernel's scalars.
         names: of the operands after x, w and scalars, and of the results. With "places" (half row blocks, class
             blocks) int32, halves of tiles where these are not below 0 take the path of those of which not all columns
             count: `Half.place`.
@@ -359,9 +359,9 @@ def finishing(own: Program, done: Done) -> Finishing:
         name: plgpu.load(refs[name].at[pl.ds(row, HALF)], layout=ROW, optimized=False) for name in own.kernel.by_row
     }
     whole = Half(refs, rows, row, class_block, None, tiles.classes)
-    left_out = own.offsets()[2]
-    masked = replace(whole, first=left_out)
-    is_partial = (whole.column < left_out) | (whole.column + BLOCK_V > tiles.classes)
+    left_out, *more = own.offsets()[2:]
+    masked = replace(whole, first=left_out, last=more[1] if len(more) > 1 else tiles.classes)
+    is_partial = (whole.column < left_out) | (whole.column + BLOCK_V > masked.last)
     if "places" in refs:
         place = refs["places"][2 * row_block + own.warpgroup, class_block]
         masked, is_partial = replace(masked, place=place), is_partial | (place >= 0)

@@ -90,6 +90,7 @@ class SumsIO(NamedTuple):
     """What `finish` writes in place of rows of `DInputIO`."""
 
     sums_ref: Any  # (columns of the tiles, rows of the tiles) float32
+    count: Any = None  # of the classes that count; None: all
 
 
 def finish(io: DInputIO | SumsIO, sums: Array, row: Any, d: Any) -> None:

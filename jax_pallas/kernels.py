@@ -52,6 +52,7 @@ class Matmul(NamedTuple):
     softcap: float | None
     tile: TritonTile
     ranged: bool = True  # of w only some classes: the device knows the first, and how many after it are left out
+    counted: bool = False  # the last scalar is how many of the classes count
 
     @property
     def class_blocks(self) -> int:
@@ -104,6 +105,8 @@ def logits_tile(
     first_place = blocks[1] * tile.block_v
     column = place = arange(first_place, tile.block_v)
     seen = (place < matmul.classes)[None, :] if matmul.classes % tile.block_v else None
+    if matmul.counted:
+        seen = (place < scalars_ref[scalars_ref.shape[0] - 1])[None, :]
     if matmul.ranged:
         first, skip = scalars_ref[1], scalars_ref[2]
         if axis == 1:  # from a multiple of ALIGNED on, otherwise each column would be loaded separately
@@ -261,6 +264,7 @@ def rows_of_sums(rows: int, statistics: int) -> int:
 def exponentials(
     x: Array, w: Array, bias: Array | None, ref_exponent: Array, target: Array, start: Array | int, *, rows: int,
     classes: int, vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, statistics: int,
+    count: Array | None = None,
 ) -> Exponentials:  # fmt: skip
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
 
@@ -273,6 +277,7 @@ def exponentials(
         start: a number, or an int32 scalar of the device; the arguments after it are static.
         stores: whether the exponentials are computed.
         statistics: of `linear_ce.statistics`, which are computed.
+        count: () int32, how many of the first `classes` rows of w are classes; None: all.
     """
     # Token losses and log-probabilities have the same warps, which add in the same order, unless there are statistics
     # that would spill registers.
@@ -280,7 +285,8 @@ def exponentials(
     crowded |= statistics & (ARGMAX | LOGIT_SUM | SQUARES) != 0 or unaligned(w.shape[1], vocab_axis)
     crowded |= stores and statistics & (ENTROPY | BY_ROW) == ENTROPY  # rows that are saved
     tile = triton_tile(w.dtype.itemsize, crowded=crowded)
-    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
+    counted, scalars = count is not None, (start,) if count is None else (start, count)
+    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False, counted=counted)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(rows, statistics)), jnp.float32)
     e_dtype = x.dtype if statistics & SHIFTS else jnp.bfloat16  # float16 only holds exponentials that are shifted
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), e_dtype) if stores else None
@@ -289,7 +295,7 @@ def exponentials(
     top, *others = (by_block if statistics & bit else None for bit in bits)
     results = stored, by_block, top, of_target, of_target, *others
     return Exponentials(
-        *matmul.run(exponentials_kernel, (start,), (x, w, bias, ref_exponent, target), results, matmul.tiles)
+        *matmul.run(exponentials_kernel, scalars, (x, w, bias, ref_exponent, target), results, matmul.tiles)
     )
 
 
@@ -310,7 +316,8 @@ def repair_kernel(
 ) -> None:  # fmt: skip
     """Recomputes the flagged row blocks of a chunk with reference exponents from their largest logits: (30).
 
-    The scalars are the first row of x, that of the call, the chunk's first flag, and the step of this launch. The FINDS
+    The scalars are the first row of x, that of the call, the chunk's first flag, and the step of this launch (and the
+    number of classes, if `Matmul.counted`). The FINDS
     step raises top (P,), initially -inf, to the largest logits. The REDOES step recomputes the logits and writes what
     `exponentials_kernel` writes. Both launches are one kernel, which is compiled once. Programs take turns at the
     tiles. Most chunks have no flag, and then there is nothing to do.
@@ -370,7 +377,8 @@ def repair(
     rows' sums `total` (rows,) it repairs by row. Returns the rows and the exponentials with what is repaired."""
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
-    matmul = Matmul(size, problem.classes, *options, ranged=False)
+    count = () if problem.class_count is None else (problem.class_count,)
+    matmul = Matmul(size, problem.classes, *options, ranged=False, counted=bool(count))
     static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS), top_exponent_of(problem))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
@@ -378,7 +386,7 @@ def repair(
     others = (by_block if statistics & bit else None for bit in (ENTROPY, SQUARES))  # those of the exponentials
     made, e, others = (by_block, of_target, of_target, *others), found.e, found.others
     for step in (FINDS, REDOES):
-        scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step)])
+        scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step), *count])
         operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, total, rows.top, e, others
         results, in_place = (rows.top, e, others, *made), 1 + (e is not None) + (others is not None)
         top, e, others, *repaired = run(

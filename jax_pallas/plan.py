@@ -183,8 +183,6 @@ def _why_shards_are_chunked(key: PlanKey) -> str | None:
         kind = f"with {w.dtype} linear_weight"
     elif key.label_smoothing:
         kind = f"with label_smoothing {key.label_smoothing}"
-    elif key.pads_shards:
-        kind = "with vocab_size below the rows of all devices"
     elif key.entropy and key.stage in ("row_gradients", "entropy_loss_and_gradients", "gradients"):
         kind = "for a gradient of the entropy"
     else:
@@ -346,6 +344,9 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 return 0  # no partial tiles
             if key.shards:  # the matmul, and the part of this device, which is summed in place
                 shard = 4 * rows * hidden + 4 * (rows + tile_config.TILE_ROWS[0]) * (hidden + tile_config.D_BLOCK)
+                if key.pads_shards and not multiplies:  # a term of the sum, and a copy of some classes
+                    copied = min(key.classes, tile_config.COUNTED_CLASSES) * (hidden + rows) * x.itemsize
+                    shard += 4 * rows * hidden + copied
             if multiplies:
                 size = tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
                 return (
@@ -479,6 +480,8 @@ def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
     try:
         plan = make_plan(key._replace(stage="loss_and_gradients"))
     except ValueError:  # recomputing takes less memory
+        if key.shards:
+            raise
         return None
     tokens = key.input.shape[0]
     enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight and not key.shards else 0

@@ -35,6 +35,8 @@ class Problem:
         plan: how the call runs; None in tests that call the functions of `chunked` directly.
         grad_into: linear_weight's shape, float32: d_weight is this plus the gradient; or None.
         devices: among which the call is divided.
+        class_count: () int32, how many of the first `classes` rows of linear_weight are classes, where that is known
+            only when the program runs: in `shard_rows.py`; None: all.
     """
 
     input: Array
@@ -50,6 +52,7 @@ class Problem:
     plan: ExecutionPlan | None = None
     grad_into: Array | None = None
     devices: Devices = ONE_DEVICE
+    class_count: Array | None = None
 
     @property
     def tokens(self) -> int:

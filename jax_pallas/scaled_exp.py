@@ -273,6 +273,10 @@ def _run(
         d_weight, d_bias = _add_targets(problem, rows.target, rows.row_weight, rows.theta, d_weight, d_bias)
         if smoothing is not None:
             d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
+        if d_weight is not None and problem.grad_into is None:
+            d_weight = shard_rows.clear_padding(problem, d_weight, problem.vocab_axis)
+        if d_bias is not None:
+            d_bias = shard_rows.clear_padding(problem, d_bias, 0)
     if d_bias is not None and bias_scale is not None:
         d_bias = d_bias * bias_scale
     if d_bias is not None and problem.linear_bias is not None:
@@ -478,6 +482,8 @@ def _store_exponentials(
         "stores": stores,
         "statistics": statistics & (OF_BLOCKS | BY_ROW) | SHIFTS * (stores and plan_of(problem).fits_float16),
     }
+    if problem.class_count is not None:
+        options["count"] = problem.class_count
     if places is None:  # these kernels split the head themselves
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
@@ -687,7 +693,7 @@ def _part_of_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, r
 
         most = plan.scaled_exp_config.d_input_bytes
         shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": most}
-        sums = hopper_input_sums.d_input_sums(e, w, rows=len(rho), **shared)
+        sums = hopper_input_sums.d_input_sums(e, w, problem.class_count, rows=len(rho), **shared)
     else:
         sums = times_head(problem, e, len(rho))
     assert rows.theta is not None
@@ -699,15 +705,21 @@ def _part_of_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, r
 
 def times_head(problem: Problem, e: Array, rows: int) -> Array:
     """Returns the matmul of the exponentials of so many rows and the head, (rows, D) float32. Of a split head both
-    halves are multiplied, one vocabulary chunk at a time."""
-    axis = problem.vocab_axis
-    if not problem.spec.splits_head:
+    halves are multiplied, one vocabulary chunk at a time; so is a head of which the device knows how many are classes.
+    """
+    axis, count = problem.vocab_axis, problem.class_count
+    if not problem.spec.splits_head and count is None:
         return float32_matmul(e, problem.linear_weight, (1, axis))
 
     def body(total: Array, vocab_chunk: Slice) -> tuple[Array, None]:
         part = vocab_chunk.of(e[:rows], axis=1)
         if vocab_chunk.fresh is not None:
             part = jnp.where(vocab_chunk.fresh, part, 0)
+        if count is not None:  # the padding may hold NaN
+            is_class = jnp.expand_dims(vocab_chunk.start + jnp.arange(vocab_chunk.size) < count, 1 - axis)
+            w = jnp.where(is_class, problem.weight_of(vocab_chunk), 0)
+            total, w, part = lax.optimization_barrier((total, w, part))
+            return total + float32_matmul(part, w, (1, axis)), None
         high, low = jnp.split(problem.weight_of(vocab_chunk), 2, 1 - axis)
         total = total + float32_matmul(part, high, (1, axis))
         # One after the other: XLA would join the matmuls, whose result would be twice as large.
@@ -716,7 +728,12 @@ def times_head(problem: Problem, e: Array, rows: int) -> Array:
 
     zero = lax.optimization_barrier(jnp.float32(0))  # XLA would keep zeros for the first sum
     start = jnp.full((rows, problem.input.shape[1]), zero)
-    return over_slices(body, start, problem.classes, plan_of(problem).scaled_exp_config.head_rows)[0]
+    size = (
+        plan_of(problem).scaled_exp_config.head_rows
+        if count is None
+        else min(problem.classes, tile_config.COUNTED_CLASSES)
+    )
+    return over_slices(body, start, problem.classes, size)[0]
 
 
 def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array) -> tuple[Array, Array | None]:

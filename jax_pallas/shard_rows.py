@@ -56,12 +56,23 @@ class ShardRows(NamedTuple):
 
 
 def of_own_classes(problem: Problem) -> Problem:
-    """Returns the problem of this device's classes alone, which are all rows of its shard. Targets in other shards are
-    -1."""
-    rows = problem.linear_weight.shape[problem.vocab_axis]
+    """Returns the problem of this device's classes alone. Targets in other shards are -1. All rows of the shard are
+    `classes`; how many of them are classes has a value only when the program runs, unless no shard is padded."""
+    rows, count = problem.linear_weight.shape[problem.vocab_axis], None
+    if problem.masks_classes:
+        count = jnp.clip(problem.classes - problem.vocab_offset, 0, rows).astype(jnp.int32)
     own = problem.target - problem.vocab_offset
     own = jnp.where((own >= 0) & (own < rows) & (problem.target < problem.classes), own, -1)
-    return replace(problem, target=own, classes=rows, vocab_offset=0, devices=ONE_DEVICE)
+    return replace(problem, target=own, classes=rows, vocab_offset=0, devices=ONE_DEVICE, class_count=count)
+
+
+def clear_padding(problem: Problem, gradient: Array, axis: int) -> Array:
+    """Returns a gradient of the shard's head with zeros for rows that are no classes. Their exponentials are zeros, but
+    rows of NaN are not."""
+    if problem.class_count is None:
+        return gradient
+    is_class = jnp.arange(gradient.shape[axis]) < problem.class_count
+    return jnp.where(is_class.reshape([-1 if i == axis else 1 for i in range(gradient.ndim)]), gradient, 0)
 
 
 def start(rows: CallRows, target: Array, whole: Problem) -> tuple[CallRows, ShardRows]:
@@ -120,14 +131,16 @@ def merge(
     gathered = vocab_shard.gather(whole.devices, jnp.concatenate([exact[:4], *(n[None] for n in present.values())]))
     totals, exponents, target_exps, target_logits, *others = gathered  # (devices, size) each
     merged = dict(zip(present, others, strict=True))
-    largest = exponents.max(0)
+    largest = jnp.where(totals == 0, -jnp.inf, exponents).max(0)  # of a shard without classes the exponent says nothing
+    largest = jnp.where(largest == -jnp.inf, 0.0, largest)
     shift = exponents - largest
-    factor = power_of_two(jnp.maximum(shift, LEAST_SHIFT).astype(jnp.int32))  # exactly, as exp2 may not be
+    factor = power_of_two(jnp.clip(shift, LEAST_SHIFT, 0.0).astype(jnp.int32))  # exactly, as exp2 may not be
     if "exp_logs" in merged:  # the exponents change with the reference, and so do the terms 2**t * t
         terms = (merged["exp_logs"] + shift * LN_2 * totals) * factor
         merged["exp_logs"] = jnp.where(factor == 0, 0.0, terms)
     if "squares" in merged:
         merged["squares"] = jnp.where(factor == 0, 0.0, merged["squares"] * factor * factor)
+    stored = jnp.where(exact[0] == 0, jnp.minimum(exact[5], largest), exact[5])  # or 0 would be multiplied by inf
     sums = totals * factor
     of_targets = (reduce(add, numbers)[None] for numbers in (target_exps * factor, target_logits))
     tops = merged.get("tops")
@@ -139,7 +152,7 @@ def merge(
         joined=joined,
         repaired=None,
         block_width=whole.linear_weight.shape[whole.vocab_axis],
-        of_shard=OfShard(of_shard.target, exact[5]),
+        of_shard=OfShard(of_shard.target, stored),
     )
     part = Slice(chunk.start, size, None)
     return rows._replace(ref_exponent=part.put(rows.ref_exponent, largest)), numbers

@@ -296,6 +296,8 @@ VOCAB_CHUNK_HIDDEN = 1024  # columns of D that the two launches of one take as l
 
 D_WEIGHT_BYTES = 2**25  # of a float32 matmul of d_weight by XLA, times a power of two: float16
 
+COUNTED_CLASSES = 2048  # that XLA copies at a time where it may not multiply the padding of a shard
+
 D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows

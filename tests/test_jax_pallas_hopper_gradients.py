@@ -325,15 +325,24 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert smooth is not None or not float64(found)[own][(rho == 0) & (theta == 0)].any()
 
 
+@pytest.mark.parametrize("counted", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "split" else SLOW) for name in WAYS])
-def test_d_input_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d_input_sums(name: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is counted, the device knows how many of the rows of w are classes."""
     sizes, many, schedule = WAYS[name]
     use_programs(monkeypatch, many)
     w, e = sizes.bfloat16(sizes.vocab, sizes.hidden), sizes.e()
     expected = float64(e)[: sizes.rows, : sizes.classes] @ float64(w)[: sizes.classes]
     w = replaced(w, np.s_[sizes.classes :], np.nan)
     options: dict[str, Any] = {"classes": sizes.classes, "vocab_axis": sizes.vocab_axis, "schedule": schedule}
-    found = d_input_sums(e, sizes.head(w), rows=sizes.rows, **options, interpret=True)
+    count = None
+    if counted:
+        count, options["classes"] = jnp.int32(sizes.classes), sizes.vocab
+        e = jnp.pad(e, ((0, 0), (0, padded(sizes.vocab) - e.shape[1])))
+        iters = cdiv(sizes.vocab, STEP)
+        if iters != schedule.iters_per_tile:
+            del options["schedule"]
+    found = d_input_sums(e, sizes.head(w), count, rows=sizes.rows, **options, interpret=True)
     assert found.dtype == jnp.float32
     assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
 

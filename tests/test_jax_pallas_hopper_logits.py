@@ -202,16 +202,25 @@ SPLIT_HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", cases([*CALLS, *SPLIT_HEADS], ("options", "split")))
+def counted(x: Array, w: Array, *values: Any, classes: int, vocab_axis: int, **options: Any) -> Any:
+    """Returns the results of `hopper_logits.exponentials` where only the device knows how many classes there are."""
+    options |= {"classes": w.shape[vocab_axis], "vocab_axis": vocab_axis}
+    return hopper_logits.exponentials(x, w, *values, None, jnp.int32(classes), **options)
+
+
+COUNTED = {"counted": Call(rows=70, start=9, classes=310, bias=True, softcap=3.0)}
+
+
+@pytest.mark.parametrize("name", cases([*CALLS, *SPLIT_HEADS, *COUNTED], ("options", "split", "counted")))
 def test_exponentials(name: str) -> None:
-    call = {**CALLS, **SPLIT_HEADS}[name]
+    call = {**CALLS, **SPLIT_HEADS, **COUNTED}[name]
     drawn = call.drawn()
     if name in SPLIT_HEADS:  # more bits than bfloat16 has
         drawn["w"] = drawn["w"].astype(jnp.float32) * (1 + 2.0**-10)
     padding = (slice(None), slice(call.classes, None)) if call.vocab_axis else slice(call.classes, None)
     drawn["w"] = replaced(drawn["w"], padding, np.nan)
     target = replaced(drawn["target"], drawn["target"] >= call.classes, -1)
-    launcher = in_parts if name in SPLIT_HEADS else None
+    launcher = in_parts if name in SPLIT_HEADS else counted if name in COUNTED else None
     e, sums, tops, *of_target, others = run_exponentials(call, drawn, target=target, launcher=launcher)
     assert e is not None
     assert tops is not None

@@ -32,7 +32,8 @@ MATMULS = ("exponentials", "d_input_sums", "d_weight")
 
 
 def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
-    """Compiles a call with gradients for so many GPUs. v: of one GPU."""
+    """Compiles a call with gradients for so many GPUs. v: rows of one GPU; some of the last are no classes if the mode
+    is "padded"."""
     target = (HERE / "targets/h200.pbtxt").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
     mesh = topologies.make_mesh(topology, (shards,), ("vocab",))
@@ -44,8 +45,9 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
 
     def call(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
         def loss(x: jax.Array, w: jax.Array) -> Any:
-            if mode == "train":
-                return linear_cross_entropy(x, w, y, **options)
+            if mode in ("train", "padded"):
+                classes = shards * v - 47 if mode == "padded" else None
+                return linear_cross_entropy(x, w, y, **options, vocab_size=classes)
             if mode == "log_probs":
                 return linear_log_probs(x, w, y, **options).log_prob.sum()
             rows = y.astype(jnp.float32)
@@ -142,6 +144,8 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
         ("train", 2, 8192, GEMMA, 1),
         ("train", 2, 8192, QWEN, 0),
         ("train", 8, 131072, LLAMA, 0),  # a loop over chunks
+        ("padded", 2, 8192, LLAMA, 0),
+        ("padded", 8, 8192, GEMMA, 1),
         ("token_stats", 2, 8192, QWEN, 0),
         ("log_probs", 8, 8192, LLAMA, 0),
     ],

@@ -29,6 +29,9 @@ SHARDS = 2
 KERNELS: dict[str, Any] = {"implementation": "pallas_triton", "vocab_axis_name": "vocab"}
 ROWS: dict[str, Any] = {"lead": (96,), "hidden": 32, "vocab": 256, "dtype": "bfloat16", "has_bias": True}
 ROWS |= {"ignored": "some", "poison": ("ignored_rows",), "tight_memory": True}
+PADDED: dict[str, Any] = ROWS | {"poison": ("ignored_rows", "padding")}
+TARGETS = ("target_range",)
+LOG_PROBS: dict[str, Any] = {"function": "log_probs", "unused": ("entropy", "lse")}
 CAPPED = LossSpec("none", softcap=5.0, logit_scale=0.7, z_loss_weight=0.01)
 POLICY: dict[str, Any] = {"function": "token_loss", "token_loss": "ppo_clip", "token_stats": True}
 CASES = (
@@ -37,13 +40,19 @@ CASES = (
     Case(name="mean", **ROWS),
     Case(name="softcap, none", **ROWS, spec=CAPPED, upstream="random", vocab_axis=1),
     Case(name="far logits", **ROWS, logit_std=60.0, spec=LossSpec("none"), upstream="random"),
-    Case(name="log-probabilities", **ROWS, function="log_probs", spec=LossSpec("none"), unused=("entropy", "lse")),
+    Case(name="log-probabilities", **ROWS, **LOG_PROBS, spec=LossSpec("none")),
     Case(name="token loss, none", **ROWS, **POLICY, spec=LossSpec("none")),
     replace(Case(name="no token", **ROWS), ignored="all"),
     Case(name="frozen head", **ROWS, frozen=("linear_weight", "linear_bias"), spec=LossSpec("none")),
-    replace(Case(name="out of range", **ROWS, spec=LossSpec("none")), poison=("target_range",)),
+    Case(name="padded", **PADDED, has_class_weight=True, spec=LossSpec(vocab_size=201), logit_std=8.0),
+    Case(name="padded, softcap", **PADDED, spec=replace(CAPPED, vocab_size=129), vocab_axis=1),
+    Case(name="padded, token loss", **PADDED, **POLICY, spec=LossSpec(vocab_size=201), logit_std=40.0),
+    # The last shard has no class.
+    Case(name="padded, log-probabilities", **PADDED, **LOG_PROBS, spec=LossSpec("none", vocab_size=90)),
+    replace(Case(name="padded, out of range", **PADDED, spec=LossSpec("none", vocab_size=100)), poison=TARGETS),
+    replace(Case(name="out of range", **ROWS, spec=LossSpec("none")), poison=TARGETS),
 )
-QUICK = ("class weights", "token loss", "bits", "confident", "errors")
+QUICK = ("class weights", "token loss", "padded", "bits", "confident", "errors")
 
 
 def budget_of(case: Case) -> int:
@@ -147,7 +156,6 @@ def check_errors() -> None:
     refused(none + "float32 input", x.astype(jnp.float32), w.astype(jnp.float32), y)
     refused(none + "float32 linear_weight", x, w.astype(jnp.float32), y)
     refused(none + "label_smoothing 0.1", x, w, y, label_smoothing=0.1)
-    refused(none + "vocab_size below the rows of all devices", x, w, y, vocab_size=255)
     h200: dict[str, Any] = {"device": "h200", "vocab_axis_name": "vocab"}
     found = explain(x, w[:128], **h200, label_smoothing=0.1)
     assert (found.name, found.plan.path) == ("chunked", "chunked")
