@@ -1,0 +1,53 @@
+"""Tests vocabulary shards of jax_pallas by the Mosaic kernels on NVIDIA Hopper GPUs, two if there are so many: the
+cases of `test_jax_pallas_shard_rows.py`, with more rows and classes. Run with `pytest -m gpu`.
+
+As a program, this file runs the cases that its arguments name.
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+from programs import Printed, each, python, run_checks
+from sharded_cases import assert_within_budget, mesh_of, run_sharded
+from test_jax_pallas_shard_rows import CASES
+
+from parity.arrays import make_arrays
+from parity.cases import Case
+
+pytestmark = pytest.mark.gpu
+
+GPUS = 2  # at most
+BUDGET = 5 * 2**18  # bytes, for three chunks of rows or more
+
+
+def of_gpu(case: Case) -> Case:
+    """Returns a case with 8 times the rows and classes, and twice the hidden size."""
+    vocab_size = case.spec.vocab_size
+    spec = replace(case.spec, vocab_size=vocab_size and 8 * vocab_size - 1)
+    return replace(case, lead=(8 * 96 - 5,), hidden=64, vocab=8 * 256, spec=spec)
+
+
+def check(case: Case) -> None:
+    gpus = min(GPUS, jax.device_count())
+    case = of_gpu(case)
+    options = {"vocab_axis_name": "vocab", "memory_budget": BUDGET}
+    arrays = make_arrays(case)
+    found = run_sharded(case, arrays, mesh_of(vocab=gpus), "mosaic", **options)
+    assert_within_budget(case, arrays, found)
+
+
+CHECKS = {case.name: partial(check, case) for case in CASES}
+COMMANDS = {name: python(Path(__file__).name, name) for name in CHECKS}
+
+
+@pytest.mark.parametrize("name", each(COMMANDS, seconds=80))
+def test_shards_by_the_kernels_on_gpus(name: str, printed: Printed) -> None:
+    assert not printed[name]["failure"], printed[name]["failure"]
+
+
+if __name__ == "__main__":
+    run_checks(CHECKS, sys.argv[1:])
