@@ -204,9 +204,9 @@ class ResultFile:
     """A file of rows that is rewritten after each row, so that an interrupted run keeps what it has measured.
 
     Rows of one device under one set of versions belong together: a file of other versions is started afresh, one of
-    another device is refused. Every row says which commit it was measured on. A new row replaces the old one of the
-    same measurement of any commit, except that a method which could not be tried replaces no row with a time. A key
-    that a row does not have counts as None.
+    another device is refused. A file may have rows of both frameworks. Every row says which commit it was measured on.
+    A new row replaces the old one of the same measurement of any commit, except that a method which could not be tried
+    replaces no row with a time. A key that a row does not have counts as None.
 
     Args:
         path: of the JSON file; None keeps the rows in memory only.
@@ -234,7 +234,8 @@ class ResultFile:
             old = json.loads(path.read_text())
             if old["device"] != device:
                 raise ValueError(f"--json must name a file of {device}, got {path} of {old['device']}")
-            if old["versions"] == dict(versions):
+            if agree(old["versions"], versions):
+                self.head["versions"] = old["versions"] | dict(versions)
                 self.rows = old["rows"]
             else:
                 print(f"{path} was of {old['versions']}: started afresh", file=sys.stderr)
@@ -276,6 +277,11 @@ class ResultFile:
             scratch.replace(self.path)
 
 
+def agree(versions: Mapping[str, str], others: Mapping[str, str]) -> bool:
+    """Returns whether two sets of versions have the same version of everything that both name."""
+    return all(others.get(name, version) == version for name, version in versions.items())
+
+
 def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[dict[str, Any]]:
     """Merges files of results, such as those of two GPUs of one kind, into one, and returns its rows.
 
@@ -288,15 +294,16 @@ def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[
         key: the keys of a row that say which measurement it is.
 
     Raises:
-        ValueError: the files are not of the same device and versions.
+        ValueError: the files are not of the same device, or their versions do not agree.
     """
     contents = [json.loads(file.read_text()) for file in ([path] if path.exists() else []) + list(others)]
     newest = max(contents, key=lambda content: content["date"])
     merged = ResultFile(None, newest["device"], newest["versions"], newest["commit"], key)
     merged.path, merged.head = path, {**merged.head, "date": newest["date"]}
     for name, content in zip([path, *others][-len(contents) :], contents, strict=True):
-        if any(content[part] != newest[part] for part in ("device", "versions")):
+        if content["device"] != newest["device"] or not agree(content["versions"], merged.head["versions"]):
             raise ValueError(f"{name} is of {content['device']}, {content['versions']}, and another is not")
+        merged.head["versions"] = merged.head["versions"] | content["versions"]
         for row in content["rows"]:
             same = [old for old in merged.rows if same_measurement(old, row, key)]
             if any((old["status"] == "ok", old["date"]) > (row["status"] == "ok", row["date"]) for old in same):

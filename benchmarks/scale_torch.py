@@ -53,14 +53,12 @@ def _rank(rank: int, ranks: int, works: Sequence[Work], device: str, store: str,
         torch.set_num_threads(1)
     where: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if cuda else {}
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if cuda else None
-    if options is not None:
-        options._timeout = TIMEOUT
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
-        timeout=None if cuda else TIMEOUT,
+        timeout=TIMEOUT,
         pg_options=options,
         **where,
     )

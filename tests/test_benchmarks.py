@@ -248,6 +248,10 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
     assert "started afresh" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"must name a file of A100, got .*torch\.json of H200"):
         results.ResultFile(path, "A100", {"torch": "2.12"}, "six")
+    file = results.ResultFile(path, "H200", {"jax": "0.11"}, "seven")  # of the other framework
+    file.add({**row, "framework": "jax", "method": "mosaic"})
+    content = json.loads(path.read_text())
+    assert (content["versions"], len(content["rows"])) == ({"torch": "2.12", "jax": "0.11"}, 2)
 
 
 def test_rows_of_row_counts_and_of_other_floors_replace_no_other_rows(tmp_path: Path) -> None:
