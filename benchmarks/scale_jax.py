@@ -22,6 +22,7 @@ from benchmarks.scale_out import BUDGET, Work, in_turns, row_of
 from benchmarks.shapes import Mode
 
 AXIS = "gpus"
+METHODS = ("jax_pallas",)
 
 
 def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], None]) -> None:
@@ -40,8 +41,7 @@ def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], 
             add(row_of(work, "jax", _measured(work, bench)))
         except Exception as error:
             traceback.print_exc()
-            about = {"framework": "jax", "form": work.form, **work.shape.of_row(), "gpus": work.gpus}
-            add(about | {"status": "failed", "note": describe(error)})
+            add(work.of_row("jax") | {"status": "failed", "note": describe(error)})
         bench.release()
 
 

@@ -81,6 +81,7 @@ def predict(rows: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) 
         row["shape"]: row
         for row in measured
         if (row["framework"], row["form"], row["gpus"], row["status"]) == ("torch", "vocabulary", 2, "ok")
+        and "method" not in row
     }
     shapes = dict.fromkeys(row["shape"] for row in rows if row["kind"] == "compute")
     for name in shapes:

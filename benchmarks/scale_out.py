@@ -13,6 +13,10 @@ peak of the framework's allocator above what the call got and returned, on the G
 are not in it; `device_bytes` is what the GPU has in use beyond the allocator. Errors are relative to float32 logits, in
 the Frobenius norm, those of one GPU beside them.
 
+`--methods` measures other libraries too, with the form "vocabulary" (benchmarks/scale_peers.py lists them). Their rows
+have `method`, and ours do not. The one GPU runs core_triton in their rows too, so that `speedup` compares methods whose
+rows were measured at different times. A library that is not installed is skipped, and a line says how to install it.
+
 With --device cpu it checks itself in a few seconds: the times are no results.
 """
 
@@ -25,12 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.methods import check_errors
 from benchmarks.results import ResultFile, commit, kernels
 from benchmarks.shapes import SHAPES, Shape
 
 Form = Literal["vocabulary", "tokens", "head-gathered"]
 FORMS: tuple[Form, ...] = ("vocabulary", "tokens", "head-gathered")
-KEY = ("framework", "form", "shape", "n", "gpus")
+KEY = ("framework", "form", "shape", "n", "gpus", "method")
 BUDGET = 512 * 2**20
 
 
@@ -46,6 +51,7 @@ class Work:
         seconds: of a block, about.
         warmup: seconds before the first round.
         kernels: trace a call, and print the time of each kernel.
+        method: of another library, one of `scale_peers.PEERS`; None is core_triton or jax_pallas.
     """
 
     form: Form
@@ -55,23 +61,29 @@ class Work:
     seconds: float
     warmup: float
     kernels: bool = False
+    method: str | None = None
 
     @property
     def all_tokens(self) -> int:
         return self.shape.n if self.form == "vocabulary" else self.gpus * self.shape.n
 
+    def of_row(self, framework: str) -> dict[str, Any]:
+        """Returns how a row of results names what it measured."""
+        method = {} if self.method is None else {"method": self.method}
+        return {"framework": framework, "form": self.form, **method, **self.shape.of_row(), "gpus": self.gpus}
+
 
 def row_of(work: Work, framework: str, found: dict[str, Any]) -> dict[str, Any]:
     """Returns the row of a measurement. `found` has the milliseconds of the blocks, and what else was measured."""
+    wrong = check_errors({name: found.get(name) for name in ("err_d_input", "err_d_weight")}, "bfloat16")
+    if wrong is not None:
+        return work.of_row(framework) | {"status": "failed", "note": wrong}
     blocks, one_gpu = found.pop("blocks"), found.pop("one_gpu_blocks")
     ms, one_gpu_ms = statistics.median(blocks), statistics.median(one_gpu)
     ratios = [single / several for several, single in zip(blocks, one_gpu, strict=True)]
     share = work.gpus if work.form == "vocabulary" else 1
     return {
-        "framework": framework,
-        "form": work.form,
-        **work.shape.of_row(),
-        "gpus": work.gpus,
+        **work.of_row(framework),
         "status": "ok",
         "ms": ms,
         "one_gpu_ms": one_gpu_ms,
@@ -98,11 +110,14 @@ def in_turns(
 
 def line(row: dict[str, Any]) -> str:
     """Returns what is printed of a row."""
+    name = f"{row.get('method', row['framework'])} {row['form']} {row['shape']}"
+    if row["status"] != "ok":
+        return f"{name}: {row['status']}: {row['note']}"
     errors = " ".join(f"{row[name]:.2e}" for name in ("err_d_input", "err_d_weight"))
     of_one = " ".join(f"{row[name]:.2e}" for name in ("one_gpu_err_d_input", "one_gpu_err_d_weight"))
     low, high = row["efficiency_range"]
     return (
-        f"{row['framework']} {row['form']} {row['shape']} N {row['n']} on {row['gpus']}: {row['ms']:.3f} ms, one GPU "
+        f"{name} N {row['n']} on {row['gpus']}: {row['ms']:.3f} ms, one GPU "
         f"{row['one_gpu_ms']:.3f} ms, {row['speedup']:.3f} x, efficiency {row['efficiency']:.3f} ({low:.3f}-{high:.3f})"
         f", {row['workspace_bytes'] / 2**20:,.0f} MiB, errors {errors} ({of_one})"
     )
@@ -114,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=2, help="k")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: core_triton or jax_pallas")
     parser.add_argument("--shapes", nargs="+", default=["llama3-8b"], help="names of benchmarks/shapes.py")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=0.3, help="of a block of calls")
@@ -131,12 +147,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from benchmarks import scale_torch as scale
     else:
         from benchmarks import scale_jax as scale
+    ours = scale.METHODS[0]
+    methods = options.methods or [ours]
+    unknown = [name for name in methods if name not in scale.METHODS]
+    if unknown:
+        parser.error(f"--methods must be among {', '.join(scale.METHODS)}, got {', '.join(unknown)}")
     times = options.rounds, options.seconds, options.warmup
     works = [
-        Work(form, SHAPES[name], options.gpus, *times, options.kernels)
+        Work(form, SHAPES[name], options.gpus, *times, options.kernels, None if method == ours else method)
         for name in options.shapes
         for form in options.forms
+        for method in methods
+        if method == ours or form == "vocabulary"
     ]
+    if not works:
+        parser.error(f"--forms must contain vocabulary for {', '.join(methods)}, got {', '.join(options.forms)}")
     results: list[ResultFile] = []
 
     def add(message: dict[str, Any]) -> None:
@@ -146,13 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append(ResultFile(options.json, *head, key=KEY))
             return
         results[0].add(message)
-        failed = message["status"] != "ok"
-        print(f"{message['form']} {message['shape']}: {message['note']}" if failed else line(message), flush=True)
-        if options.kernels and not failed:
+        print(line(message), flush=True)
+        if options.kernels and message["status"] == "ok":
             print(kernels(message), flush=True)
 
     scale.measure(works, options.device, add)
-    if any(row["status"] != "ok" for row in results[0].rows):
+    if any(row["status"] != "ok" and "method" not in row for row in results[0].rows):
         sys.exit(1)
 
 

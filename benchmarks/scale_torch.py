@@ -19,12 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 import core_triton
-from benchmarks.methods import describe
+from benchmarks import scale_peers
+from benchmarks.methods import UnavailableError, describe
 from benchmarks.scale_out import BUDGET, Work, in_turns, row_of
 from benchmarks.shapes import Mode
 from benchmarks.torch_bench import TorchBench, TorchProblem
 from benchmarks.trace import CALLS, by_kernel, trace_torch
 
+METHODS = ("core_triton", *scale_peers.PEERS)
 TIMEOUT = timedelta(seconds=120)
 
 
@@ -70,11 +72,12 @@ def _rank(rank: int, ranks: int, works: Sequence[Work], device: str, store: str,
         try:
             found = _Measured(work, bench, rank).run()
             message = row_of(work, "torch", found) if rank == 0 else None
+        except UnavailableError as error:
+            message = work.of_row("torch") | {"status": "skipped", "note": str(error)}
         except Exception as error:
             if rank == 0:
                 traceback.print_exc()
-            about = {"framework": "torch", "form": work.form, **work.shape.of_row(), "gpus": work.gpus}
-            message = about | {"status": "failed", "note": describe(error)}
+            message = work.of_row("torch") | {"status": "failed", "note": describe(error)}
         if rank == 0:
             messages.put(message)
         bench.release()
@@ -106,6 +109,10 @@ class _Measured:
             found["by_kernel"] = by_kernel(trace_torch(several), CALLS)
         calls = tuple(self._calls(run, together=run is several) for run in (several, single))
         found["nccl_max_ctas"] = os.environ.get("NCCL_MAX_CTAS")
+        if self.work.method is not None:
+            found |= scale_peers.PEERS[self.work.method].about()
+            # Megatron asks for 1, which orders its kernels and those of NCCL.
+            found["cuda_device_max_connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         return found | in_turns(
             self.work,
             lambda count: self._block(several, count, together=True),
@@ -129,6 +136,8 @@ class _Measured:
         shared = self.work.form == "vocabulary"
         own_x, own_target = (x.detach(), target) if shared else (self._part(x), self._part(target))
         own_x.requires_grad_()
+        if self.work.method is not None:
+            return scale_peers.call(self.work.method, own_x, own_w, own_target, len(w))
         head: Tensor = own_w
         if self.work.form == "head-gathered":
             from torch.distributed.tensor import DTensor, Shard

@@ -1427,10 +1427,24 @@ SAME_LAUNCHES = (
     ),
 )  # fmt: skip
 
+SCALE_OUT = (
+    Mutation(
+        "benchmarks/scale_model.py", '        and "method" not in row\n', "", tests("benchmarks_scale_out", "predicted")
+    ),
+    Mutation(
+        "benchmarks/scale_out.py", 'form == "vocabulary"\n    ]', "True\n    ]",
+        tests("benchmarks_scale_out", "two_cpus and torch"),
+    ),
+    Mutation(
+        "benchmarks/scale_peers.py", '(("verl", ""), ("verl.utils", "/utils"))', '(("verl", ""),)',
+        tests("benchmarks_scale_out", "verl"),
+    ),
+)  # fmt: skip
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
-    *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES),
+    *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

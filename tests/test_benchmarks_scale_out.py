@@ -1,5 +1,6 @@
 """benchmarks.scale_out on two CPU processes or devices, and its arithmetic."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import scale_peers
 from benchmarks.scale_model import SIZES, Link, agrees, band, fit, predict
 from benchmarks.scale_out import FORMS, Work, in_turns, line, row_of
 from benchmarks.shapes import SHAPES
@@ -28,6 +30,9 @@ def test_efficiency_is_the_rate_of_a_gpu_relative_to_one_alone(form: str) -> Non
     assert (row["ms"], row["one_gpu_ms"], row["speedup"]) == (5.0, 9.0, 2.0)
     assert row["efficiency"] == (1.0 if form == "vocabulary" else 2.0)
     assert work_of(form).all_tokens == SHAPES["smoke"].n * (1 if form == "vocabulary" else 2)
+    wrong = row_of(work_of(form), "torch", {"err_d_input": 2e-3, "err_d_weight": 0.2, **times})
+    assert (wrong["status"], "ms" in wrong) == ("failed", False)
+    assert line(wrong).endswith("smoke: failed: not timed: err_d_weight is 0.2, above the sanity bound 0.1")
 
 
 def test_rounds_alternate_in_order() -> None:
@@ -43,11 +48,13 @@ def test_rounds_alternate_in_order() -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
-    """In a process of its own, because JAX's number of devices is fixed when it starts."""
+    """In a process of its own, because JAX's number of devices is fixed when it starts. Of the other libraries, those
+    that are not installed are skipped."""
     forms = FORMS if framework == "torch" else ("vocabulary",)
     path = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, "--forms", *forms]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    methods = ["--methods", "core_triton", "loss-parallel", "megatron", "verl"] if framework == "torch" else []
+    command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, "--forms", *forms, *methods]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *OPTIONS, "--json", str(path)],
         cwd=ROOT,
@@ -57,13 +64,44 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(path.read_text())["rows"]
+    every = json.loads(path.read_text())["rows"]
+    rows = [row for row in every if "method" not in row]
+    others = {row["method"]: row for row in every if "method" in row}
+    assert list(others) == methods[2:]
+    assert all(line(row) in done.stdout for row in every if row["form"] == "vocabulary")
     for form, row in zip(forms, rows, strict=True):
         assert (row["framework"], row["form"], row["gpus"]) == (framework, form, 2)
         for name in ("err_d_input", "err_d_weight"):
             assert 0 < row[name] < 4e-3
             assert form != "vocabulary" or row[name] <= 1.01 * row[f"one_gpu_{name}"]
-    assert line(rows[0]) in done.stdout
+    for name, row in others.items():
+        assert (row["form"], row["gpus"]) == ("vocabulary", 2)
+        if name == "verl":
+            assert (row["status"], row["note"]) == ("skipped", "verl needs a GPU")
+        elif name == "megatron" and importlib.util.find_spec("megatron") is None:
+            assert row["status"] == "skipped"
+            assert row["note"].endswith("No module named 'megatron'; pip install megatron-core==0.19.2")
+        else:
+            assert all(0 < row[error] < 4e-3 for error in ("err_d_input", "err_d_weight"))
+
+
+def test_verl_is_imported_without_what_its_kernels_do_not_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = tmp_path / "verl" / "utils" / "kernel"
+    kernels.mkdir(parents=True)
+    for folder in (tmp_path / "verl", tmp_path / "verl" / "utils"):
+        (folder / "__init__.py").write_text("import ray_is_not_installed")
+    (tmp_path / "verl" / "utils" / "device.py").write_text("found = 3")
+    (kernels / "__init__.py").write_text("")
+    (kernels / "linear_cross_entropy.py").write_text("from verl.utils.device import found as linear_cross_entropy")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert scale_peers._verl_kernels().linear_cross_entropy == 3
+        assert scale_peers._verl_kernels().linear_cross_entropy == 3
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+            del sys.modules[name]
 
 
 LINK = Link(0.02, 3e8)
@@ -97,4 +135,5 @@ def test_more_gpus_are_predicted_only_if_two_agree() -> None:
     assert "smoke: two GPUs were not measured" in predict(parts + links, [])[1]
     assert "4 GPUs 2.56 to 2.56 ms" in predict(parts + links, [row | {"ms": 5.1}])[1]
     assert "they disagree" in predict(parts + links, [row | {"ms": 6.0}])[1]
+    assert "were not measured" in predict(parts + links, [row | {"ms": 5.1, "method": "megatron"}])[1]
     assert predict(parts, [row]) == ["no row of kind all-reduce: run `collectives` on two GPUs"]
