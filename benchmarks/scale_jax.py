@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 import jax_pallas
 from benchmarks.jax_bench import JaxBench
 from benchmarks.methods import describe
-from benchmarks.scale_out import BUDGET, Work, in_turns, row_of
+from benchmarks.scale_out import BUDGET, FORMS, Work, in_turns, row_of
 from benchmarks.shapes import Mode
 
 AXIS = "gpus"
-METHODS = ("jax_pallas",)
+METHODS = {"jax_pallas": FORMS}
 
 
 def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], None]) -> None:

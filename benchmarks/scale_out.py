@@ -13,9 +13,10 @@ peak of the framework's allocator above what the call got and returned, on the G
 are not in it; `device_bytes` is what the GPU has in use beyond the allocator. Errors are relative to float32 logits, in
 the Frobenius norm, those of one GPU beside them.
 
-`--methods` measures other libraries too, with the form "vocabulary" (benchmarks/scale_peers.py lists them). Their rows
-have `method`, and ours do not. The one GPU runs core_triton in their rows too, so that `speedup` compares methods whose
-rows were measured at different times. A library that is not installed is skipped, and a line says how to install it.
+`--methods` measures other libraries too, each with the form that it has (benchmarks/scale_peers.py lists them). Rows of
+other libraries have `method`, and ours do not. The one GPU runs core_triton in their rows too, so that `speedup`
+compares methods whose rows were measured at different times. A library that is not installed is skipped, and a line
+says how to install it.
 
 With --device cpu it checks itself in a few seconds: the times are no results.
 """
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from benchmarks import scale_torch as scale
     else:
         from benchmarks import scale_jax as scale
-    ours = scale.METHODS[0]
+    ours = next(iter(scale.METHODS))
     methods = options.methods or [ours]
     unknown = [name for name in methods if name not in scale.METHODS]
     if unknown:
@@ -158,10 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in options.shapes
         for form in options.forms
         for method in methods
-        if method == ours or form == "vocabulary"
+        if form in scale.METHODS[method]
     ]
     if not works:
-        parser.error(f"--forms must contain vocabulary for {', '.join(methods)}, got {', '.join(options.forms)}")
+        parser.error(f"--forms must contain one that --methods {' '.join(methods)} have, got {' '.join(options.forms)}")
     results: list[ResultFile] = []
 
     def add(message: dict[str, Any]) -> None:

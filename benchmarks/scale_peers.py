@@ -1,7 +1,7 @@
-"""Other libraries' losses over a divided vocabulary, for `benchmarks.scale_out`. They are imported only when measured.
+"""Other libraries' losses on several GPUs, for `benchmarks.scale_out`. They are imported only when measured.
 
-Each gets what core_triton gets: the same input (N, D) and targets on all ranks, and a rank's V / k rows of the head. It
-returns the mean loss, d_input summed over the ranks, and d_weight of the rank's rows.
+With the form "vocabulary" each gets what core_triton gets: the same input (N, D) and targets on all ranks, and a rank's
+V / k rows of the head. It returns the mean loss, d_input summed over the ranks, and d_weight of the rank's rows.
 
     loss-parallel           `F.linear` on DTensors, and PyTorch's `loss_parallel`, with float32 logits as in torchtitan
     loss-parallel-compiled  the same with a compiled loss, as torchtitan compiles it: the matmul is not part of it
@@ -12,6 +12,11 @@ returns the mean loss, d_input summed over the ranks, and d_weight of the rank's
                             caller, so it follows as one all-reduce
     liger-tp                `LigerFusedLinearScaledCrossEntropyTPFunction`. `path` of a row says which code Liger chose:
                             its kernels over NVSHMEM, which liger-cute-kernels has, or chunks of 512 tokens
+
+With the form "head-gathered" FSDP2 gathers the head and scatters its gradient, in float32 as core_triton does:
+
+    fsdp2-compiled          float32 logits under torch.compile
+    fsdp2-liger             Liger's fused linear cross-entropy
 
 Memory that NVSHMEM takes is not in `workspace_bytes`, but in `device_bytes`.
 """
@@ -26,14 +31,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from benchmarks.methods import UnavailableError, installed, load
+from benchmarks.scale_out import Form
+from benchmarks.shapes import Mode
+from benchmarks.torch_methods import METHODS as ON_ONE_GPU
 
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (input, rows of the head, target) -> mean loss
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (input, rows of the head or all of it, target) -> mean loss
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Peer:
         build: from a process group and the device of the arrays to the loss; raises `UnavailableError`.
         package: the distribution whose version goes into the row.
         install: what pip installs.
+        form: how tokens and head are divided. With "head-gathered" the loss gets the whole head.
         needs_gpu: it does not run on CPUs.
         sums_input: its backward pass sums d_input over the ranks.
         context: a call runs in it.
@@ -53,6 +62,7 @@ class Peer:
     build: Callable[[Any, torch.device], LossFn]
     package: str
     install: str
+    form: Form = "vocabulary"
     needs_gpu: bool = False
     sums_input: bool = True
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -63,15 +73,15 @@ class Peer:
         return {"version": installed(self.package)[self.package]} | ({} if self.path is None else {"path": self.path()})
 
 
-def call(name: str, x: Tensor, w: Tensor, target: Tensor, vocab_size: int) -> Callable[[], tuple[Tensor, ...]]:
+def call(name: str, x: Tensor, w: Tensor, target: Tensor, whole: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     """Returns a method's call, which returns the loss, d_input (N, D) and d_weight (V / k, D).
 
     Args:
         name: of the method.
-        x: (N, D), the same on all ranks of the default group.
+        x: (N, D), on all ranks of the default group the same, or each rank's own.
         w: (V / k, D), the rank's rows of the head.
         target: (N,), classes of the whole head.
-        vocab_size: V.
+        whole: (V, D), the head.
 
     Raises:
         UnavailableError: the method cannot run here.
@@ -80,13 +90,15 @@ def call(name: str, x: Tensor, w: Tensor, target: Tensor, vocab_size: int) -> Ca
     if peer.needs_gpu and x.device.type != "cuda":
         raise UnavailableError(f"{name} needs a GPU")
     ranks = dist.get_world_size()
-    if vocab_size % ranks:
-        raise UnavailableError(f"{name} needs a vocabulary in equal parts, got {vocab_size} classes on {ranks} ranks")
+    if len(whole) % ranks:
+        raise UnavailableError(f"{name} needs a vocabulary in equal parts, got {len(whole)} classes on {ranks} ranks")
     torch._dynamo.reset()  # every shape compiles as if it were the first
     try:
         loss_fn = peer.build(group, x.device)
     except UnavailableError as error:
         raise UnavailableError(f"{error}; pip install {peer.install}") from error
+    if peer.form == "head-gathered":
+        return _fsdp2(loss_fn, x, target, whole)
 
     def run() -> tuple[Tensor, ...]:
         with peer.context():
@@ -196,6 +208,37 @@ def _liger_path() -> str:
     return "NVSHMEM" if _liger_is_native() else "chunks of 512 tokens"
 
 
+def _on_one_gpu(name: str) -> Callable[[Any, torch.device], LossFn]:
+    return lambda group, device: ON_ONE_GPU[name].build(Mode("train"))
+
+
+class _Head(nn.Module):
+    def __init__(self, weight: Tensor, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.weight, self.loss_fn = nn.Parameter(weight), loss_fn
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss_fn(x, self.weight, y)
+
+
+def _fsdp2(loss_fn: LossFn, x: Tensor, target: Tensor, whole: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, head = init_device_mesh(x.device.type, (dist.get_world_size(),)), _Head(whole.clone(), loss_fn)
+    fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+    def run() -> tuple[Tensor, ...]:
+        loss = head(x, target)
+        loss.backward()
+        d_input, d_weight = x.grad, head.weight.grad
+        assert d_input is not None
+        assert d_weight is not None
+        x.grad = head.weight.grad = None
+        return loss.detach(), d_input, d_weight
+
+    return run
+
+
 _MEGATRON = ("megatron-core", "megatron-core==0.19.2")
 
 PEERS = {
@@ -214,4 +257,8 @@ PEERS = {
     ),
     "verl": Peer(_verl, "verl", "--no-deps verl==0.9.1", needs_gpu=True, sums_input=False),
     "liger-tp": Peer(_liger_tp, "liger-kernel", "liger-kernel==0.8.5", needs_gpu=True, path=_liger_path),
+    "fsdp2-compiled": Peer(_on_one_gpu("torch.compile"), "torch", "torch", form="head-gathered"),
+    "fsdp2-liger": Peer(
+        _on_one_gpu("liger"), "liger-kernel", "liger-kernel==0.8.5", form="head-gathered", needs_gpu=True
+    ),
 }

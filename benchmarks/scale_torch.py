@@ -21,12 +21,12 @@ from torch.multiprocessing.spawn import spawn
 import core_triton
 from benchmarks import scale_peers
 from benchmarks.methods import UnavailableError, describe
-from benchmarks.scale_out import BUDGET, Work, in_turns, row_of
+from benchmarks.scale_out import BUDGET, FORMS, Work, in_turns, row_of
 from benchmarks.shapes import Mode
 from benchmarks.torch_bench import TorchBench, TorchProblem
 from benchmarks.trace import CALLS, by_kernel, trace_torch
 
-METHODS = ("core_triton", *scale_peers.PEERS)
+METHODS = {"core_triton": FORMS} | {name: (peer.form,) for name, peer in scale_peers.PEERS.items()}
 TIMEOUT = timedelta(seconds=120)
 
 
@@ -137,7 +137,7 @@ class _Measured:
         own_x, own_target = (x.detach(), target) if shared else (self._part(x), self._part(target))
         own_x.requires_grad_()
         if self.work.method is not None:
-            return scale_peers.call(self.work.method, own_x, own_w, own_target, len(w))
+            return scale_peers.call(self.work.method, own_x, own_w, own_target, w)
         head: Tensor = own_w
         if self.work.form == "head-gathered":
             from torch.distributed.tensor import DTensor, Shard

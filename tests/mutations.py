@@ -1432,7 +1432,7 @@ SCALE_OUT = (
         "benchmarks/scale_model.py", '        and "method" not in row\n', "", tests("benchmarks_scale_out", "predicted")
     ),
     Mutation(
-        "benchmarks/scale_out.py", 'form == "vocabulary"\n    ]', "True\n    ]",
+        "benchmarks/scale_out.py", "if form in scale.METHODS[method]\n", "",
         tests("benchmarks_scale_out", "two_cpus and torch"),
     ),
     Mutation(

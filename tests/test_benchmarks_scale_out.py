@@ -52,7 +52,8 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     that are not installed are skipped."""
     forms = FORMS if framework == "torch" else ("vocabulary",)
     path = tmp_path / "rows.json"
-    methods = ["--methods", "core_triton", "loss-parallel", "megatron", "verl"] if framework == "torch" else []
+    names = ["loss-parallel", "megatron", "verl", "fsdp2-liger"] if framework == "torch" else []
+    methods = ["--methods", "core_triton", *names] if names else []
     command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, "--forms", *forms, *methods]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -67,7 +68,7 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     every = json.loads(path.read_text())["rows"]
     rows = [row for row in every if "method" not in row]
     others = {row["method"]: row for row in every if "method" in row}
-    assert list(others) == methods[2:]
+    assert list(others) == names
     assert all(line(row) in done.stdout for row in every if row["form"] == "vocabulary")
     for form, row in zip(forms, rows, strict=True):
         assert (row["framework"], row["form"], row["gpus"]) == (framework, form, 2)
@@ -75,9 +76,9 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
             assert 0 < row[name] < 4e-3
             assert form != "vocabulary" or row[name] <= 1.01 * row[f"one_gpu_{name}"]
     for name, row in others.items():
-        assert (row["form"], row["gpus"]) == ("vocabulary", 2)
-        if name == "verl":
-            assert (row["status"], row["note"]) == ("skipped", "verl needs a GPU")
+        assert (row["form"], row["gpus"]) == (scale_peers.PEERS[name].form, 2)
+        if scale_peers.PEERS[name].needs_gpu:
+            assert (row["status"], row["note"]) == ("skipped", f"{name} needs a GPU")
         elif name == "megatron" and importlib.util.find_spec("megatron") is None:
             assert row["status"] == "skipped"
             assert row["note"].endswith("No module named 'megatron'; pip install megatron-core==0.19.2")
