@@ -64,10 +64,9 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], **more: Any) 
 
 def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{function.__name__} does not take DTensors, gather or sequence_parallel under torch.compile: pass local "
-            "tensors with vocab_group or token_group, or exclude the call with torch.compiler.disable"
-        )
+        from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+        return call_between_graphs(_run, function, *args, **kwargs)
     bound = _signature(function).bind(*args, **kwargs)
     given = bound.arguments
     gather, sequence_parallel = given.pop("gather", None), given.pop("sequence_parallel", False)

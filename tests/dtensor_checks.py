@@ -189,6 +189,27 @@ def check_vocab_parallel(rank: int, ranks: int) -> None:
         parallelize_module(torch.nn.Linear(4, 4), mesh, VocabParallel())
 
 
+def check_compiled(rank: int, ranks: int) -> None:
+    """torch.compile runs a call with DTensors between two graphs. fullgraph=True is an error that says so."""
+    from torch._dynamo.exc import Unsupported  # takes two seconds
+
+    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    w = distribute_tensor(arrays["linear_weight"], mesh, [Shard(0)]).requires_grad_()
+    x, target = (distribute_tensor(arrays[name], mesh, [Replicate()]) for name in ("input", "target"))
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return core_triton.linear_cross_entropy(x * 2, w, target) * 3
+
+    found: Any = torch.compile(loss, backend="aot_eager")(x, w)
+    expected: Any = loss(x, w)
+    torch.testing.assert_close(found.full_tensor(), expected.full_tensor())
+    gradients: Any = [torch.autograd.grad(one, w)[0] for one in (found, expected)]
+    torch.testing.assert_close(gradients[0].full_tensor(), gradients[1].full_tensor())
+    torch._dynamo.reset()  # what is compiled is found by its code
+    with pytest.raises(Unsupported, match="not one operator, because of DTensors"):
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(x, w)
+
+
 def check_dtensor_errors(rank: int, ranks: int) -> None:
     arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
     x, w, target = (arrays[name] for name in ("input", "linear_weight", "target"))
@@ -233,5 +254,6 @@ DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
     "sequence_parallel": check_sequence_parallel,
     "fsdp2_parameter": check_fsdp2_parameter,
     "vocab_parallel": check_vocab_parallel,
+    "dtensor_compiled": check_compiled,
     "dtensor_errors": check_dtensor_errors,
 }
