@@ -126,51 +126,66 @@ def _dimensions(x: Any, w: Any) -> list[Dimension]:
 
 def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
     """Runs a call of a DTensor input and head."""
-    from torch.distributed.tensor import Replicate
 
     given = bound.arguments
     x, w = given["input"], given["linear_weight"]
-    mesh, dimensions = x.device_mesh, _dimensions(x, w)
+    dimensions = _dimensions(x, w)
     if given.get("vocab_group") is not None or given.get("token_group") is not None:
         raise ValueError("vocab_group and token_group must be None with DTensors, whose placements say what is shared")
     of_tokens = next((one for one in dimensions if one.kind != "classes"), None)
     of_classes = next((one for one in dimensions if one.kind != "tokens"), None)
     if gather is not None and (of_tokens is None or of_tokens.kind != "neither"):
         raise ValueError(f"gather must be None where input and linear_weight are not both sharded, got {gather!r}")
-    if of_tokens is not None and function.__name__.endswith("_with_stats"):
-        raise ValueError(f"input must be Replicate for {function.__name__}, got {x.placements}: pass local tensors")
     classes = given.get("vocab_size") or w.shape[0]
     local = _local(given, x, of_tokens)
     reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
     if of_tokens is not None and of_tokens is of_classes:
         gather = gather or ("tokens" if x.shape[:-1].numel() < classes else "head")
         if gather == "tokens":
-            found = _with_all_tokens(function, local, of_tokens.group, reduction, classes)
-            placements = x.placements if reduction == "none" else [Replicate()] * mesh.ndim
-            return _wrapped(found, mesh, placements, x.shape[:-1] if reduction == "none" else None)
+            return _wrapped(_with_all_tokens(function, local, of_tokens.group, classes), x)
         found = _of_gathered_head(function, local, of_tokens.group, w.shape[0], reduction, mean=False)
-        if reduction == "none":
-            return _wrapped(found, mesh, x.placements, x.shape[:-1])
-        return _whole_loss(found, of_tokens.group, mesh)
-    elif of_tokens is not None:
-        for name in OF_HEAD:
-            if local.get(name) is not None:
-                local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens.group))
+        return _wrapped(_of_all_ranks(found, local, of_tokens.group), x)
     if of_classes is not None:
         local |= {"vocab_group": of_classes.group, "vocab_size": classes}
     if of_tokens is None:
-        return _wrapped(_call(function, local), mesh, [Replicate()] * mesh.ndim)
-    if reduction == "none":
-        return _wrapped(_call(function, local), mesh, x.placements, x.shape[:-1])
-    return _whole_loss(_call(function, local, token_group=of_tokens.group), of_tokens.group, mesh)
+        return _wrapped(_call(function, local), x)
+    for name in OF_HEAD:
+        if local.get(name) is not None:
+            local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens.group))
+    group = {} if reduction == "none" else {"token_group": of_tokens.group}
+    return _wrapped(_of_all_ranks(_call(function, local, **group), local, of_tokens.group), x)
 
 
-def _whole_loss(loss: Tensor, group: "dist.ProcessGroup", mesh: Any) -> Any:
-    """Returns the loss of all tokens, given that of a rank's with `token_group`, which is times the ranks."""
-    from torch.distributed.tensor import DTensor, Replicate
+def _mapped(change: Callable[[Tensor], Any], found: Any) -> Any:
+    """Returns results, a tensor or tuples of them, with each tensor changed."""
+    if isinstance(found, Tensor):
+        return change(found)
+    if isinstance(found, tuple):
+        made = [_mapped(change, one) for one in found]
+        return type(found)(*made) if hasattr(found, "_fields") else tuple(made)
+    return found
 
-    total = cast(Tensor, _Summed.apply(loss / group.size(), group))
-    return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+def _of_all_ranks(found: Any, local: dict[str, Any], group: "dist.ProcessGroup") -> Any:
+    """Returns results of this rank's tokens, with the numbers of all ranks' in place of those of its own: the loss and
+    z_loss, which `token_group` makes the ranks' mean, accuracy and n_valid."""
+
+    def summed(one: Tensor) -> Tensor:
+        return cast(Tensor, _Summed.apply(one / group.size(), group)) if one.ndim == 0 else one
+
+    if type(found) is tuple:
+        return tuple(_of_all_ranks(one, local, group) for one in found)
+    if not hasattr(found, "accuracy"):
+        return _mapped(summed, found)
+    contributes = local["target"] != local.get("ignore_index", -100)
+    if local.get("token_weight") is not None:
+        contributes &= local["token_weight"] != 0
+    count = contributes.sum()
+    correct = (found.accuracy.double() * count).round()
+    numbers = torch.stack([found.n_valid.double(), count.double(), correct])
+    n_valid, count, correct = vocab_shard.all_sum(numbers, group.group_name)
+    accuracy = (correct / count.clamp(min=1)).to(found.accuracy.dtype)
+    return found._replace(z_loss=summed(found.z_loss), accuracy=accuracy, n_valid=n_valid.to(found.n_valid.dtype))
 
 
 def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[str, Any]:
@@ -203,19 +218,20 @@ def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[s
     return found
 
 
-def _wrapped(found: Any, mesh: Any, placements: Any, shape: torch.Size | None = None) -> Any:
-    """Returns results, tensors or tuples of them, as DTensors."""
-    from torch.distributed.tensor import DTensor
+def _wrapped(found: Any, x: Any) -> Any:
+    """Returns results as DTensors: those of tokens with the placements of input `x`, and numbers, which all ranks
+    have."""
+    from torch.distributed.tensor import DTensor, Replicate
 
-    if isinstance(found, Tensor):
-        sizes: dict[str, Any] = {}
-        if shape is not None:
-            sizes = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-        return DTensor.from_local(found, mesh, placements, run_check=False, **sizes)
-    if isinstance(found, tuple):
-        made = [_wrapped(one, mesh, placements, shape) for one in found]
-        return type(found)(*made) if hasattr(found, "_fields") else type(found)(made)
-    return found
+    mesh, shape = x.device_mesh, x.shape[:-1]
+    stride = torch.empty(shape, device="meta").stride()
+
+    def wrap(one: Tensor) -> Any:
+        if one.ndim == 0:
+            return DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return DTensor.from_local(one, mesh, x.placements, run_check=False, shape=shape, stride=stride)
+
+    return _mapped(wrap, found)
 
 
 def _head_of_fsdp(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
@@ -311,21 +327,18 @@ def _sequence_parallel(function: Callable[..., Any], bound: inspect.BoundArgumen
         raise ValueError("vocab_group must be a process group with sequence_parallel=True, got None")
     if gather is not None:
         raise ValueError(f"gather must be None with sequence_parallel=True, got {gather!r}")
-    if function.__name__.endswith("_with_stats"):
-        raise ValueError(f"sequence_parallel must be False for {function.__name__}, got True")
     vocab_shard.check_group("vocab_group", group)
-    reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
     local = dict(given)
     local.pop("vocab_group")
     classes = local.pop("vocab_size", None)
-    return _with_all_tokens(function, local, group, reduction, classes)
+    return _with_all_tokens(function, local, group, classes)
 
 
 def _with_all_tokens(
-    function: Callable[..., Any], local: dict[str, Any], group: "dist.ProcessGroup", reduction: str, classes: int | None
+    function: Callable[..., Any], local: dict[str, Any], group: "dist.ProcessGroup", classes: int | None
 ) -> Any:
-    """Runs a call on the tokens of all ranks of a group, each with its shard of the head. With reduction "none" returns
-    the results of this rank's tokens."""
+    """Runs a call on the tokens of all ranks of a group, each with its shard of the head. Returns results by token of
+    this rank's, and numbers of all tokens."""
     given, ignore_index = dict(local), local.get("ignore_index", -100)
     shape = given["target"].shape
     tokens = torch.tensor(given["target"].numel(), device=given["target"].device)
@@ -339,15 +352,13 @@ def _with_all_tokens(
         made = tuple(gathered_tokens(one, group, most, len(shape), fill.get(name, 0)) for one in ones)
         given[name] = made if name == "per_token" else made[0]
     found = _call(function, given, vocab_group=group, vocab_size=classes)
-    if reduction != "none":
-        return found
 
     def own(one: Tensor) -> Tensor:
+        if one.ndim == 0:
+            return one
         return cast(Tensor, _OwnTokens.apply(one, group, most, shape.numel())).reshape(shape)
 
-    if isinstance(found, Tensor):
-        return own(found)
-    return type(found)(*(None if one is None else own(one) for one in found))
+    return _mapped(own, found)
 
 
 def gathered_tokens(value: Tensor, group: "dist.ProcessGroup", most: int, axes: int, fill: float) -> Tensor:

@@ -57,7 +57,8 @@ class LossStats(NamedTuple):
     """What `linear_cross_entropy_with_stats` returns besides the loss. None of it has a gradient.
 
     Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0. With token_group,
-    accuracy and n_valid are those of this rank's tokens, and the mean of the ranks' z_loss is that of all tokens.
+    accuracy and n_valid are those of this rank's tokens, and the mean of the ranks' z_loss is that of all tokens. With
+    DTensors and sequence_parallel, z_loss, accuracy and n_valid are those of all tokens.
     """
 
     lse: Tensor  # (...,) float32, log-sum-exp of the logits

@@ -144,6 +144,55 @@ def check_sequence_parallel(rank: int, ranks: int) -> None:
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+def with_stats(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> dict[str, Tensor]:
+    loss, stats = core_triton.linear_cross_entropy_with_stats(
+        input, linear_weight, target, memory_budget=BUDGET, z_loss_weight=1e-3, **options
+    )
+    return {"loss": loss, **stats._asdict()}
+
+
+def token_loss_with_stats(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> dict[str, Tensor]:
+    options.pop("token_weight")
+    arguments = input, linear_weight, target, token_losses.reinforce(), input[..., 0]
+    loss, stats = core_triton.linear_token_loss_with_stats(
+        *arguments, memory_budget=BUDGET, stats=("log_prob", "argmax", "is_top1"), **options
+    )
+    return {"loss": loss, **{name: one for name, one in stats._asdict().items() if one is not None}}
+
+
+def check_dtensor_statistics(rank: int, ranks: int) -> None:
+    """Statistics by token are those of a rank's tokens, and numbers those of all tokens."""
+    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    for function, reduction in (
+        (with_stats, "mean"),
+        (with_stats, "none"),
+        (token_loss_with_stats, "sum"),
+        (token_loss_with_stats, "none"),
+    ):
+        expected = function(**arrays, reduction=reduction)
+        for of_tokens, of_head, gather in (
+            (Replicate(), Shard(0), None),
+            (Shard(0), Replicate(), None),
+            (Shard(0), Shard(0), "tokens"),
+            (Shard(0), Shard(0), "head"),
+        ):
+            given: Any = distributed(arrays, mesh, [of_tokens], [of_head])
+            found = function(**given, reduction=reduction, gather=gather)
+            for name, one in found.items():
+                assert isinstance(one, DTensor)
+                assert one.placements == ((of_tokens,) if one.ndim else (Replicate(),))
+                torch.testing.assert_close(one.full_tensor().detach(), expected[name], rtol=2e-5, atol=2e-5)
+    tokens = TOKENS // ranks * ranks
+    arrays = {name: one[:tokens] if name in OF_TOKENS else one for name, one in arrays.items()}
+    mine = {name: one.chunk(ranks)[rank] for name, one in arrays.items()}
+    for function in (with_stats, token_loss_with_stats):
+        expected = function(**arrays)
+        options: Any = {"vocab_group": dist.group.WORLD, "vocab_size": CLASSES, "sequence_parallel": True}
+        for name, one in function(**mine, **options).items():
+            want = expected[name]
+            torch.testing.assert_close(one, want.chunk(ranks)[rank] if want.ndim else want, rtol=2e-5, atol=2e-5)
+
+
 def check_fsdp2_parameter(rank: int, ranks: int) -> None:
     """The function on a parameter of FSDP2, outside of the forward pass of its module."""
     arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
@@ -245,13 +294,12 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     with pytest.raises(ValueError, match="input must be Replicate, or Shard"):
         loss(partial, head, target)
-    with pytest.raises(ValueError, match="input must be Replicate for linear_cross_entropy_with_stats"):
-        core_triton.linear_cross_entropy_with_stats(sharded, head, on(target, Shard(0)))
 
 
 DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
     "placements": check_placements,
     "sequence_parallel": check_sequence_parallel,
+    "dtensor_statistics": check_dtensor_statistics,
     "fsdp2_parameter": check_fsdp2_parameter,
     "vocab_parallel": check_vocab_parallel,
     "dtensor_compiled": check_compiled,
