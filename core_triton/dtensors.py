@@ -92,7 +92,6 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Dimension(NamedTuple):
     """What the ranks of a dimension of a mesh share."""
 
-    index: int
     group: "dist.ProcessGroup"
     kind: Literal["classes", "tokens", "neither"]
 
@@ -103,7 +102,7 @@ def _dimensions(x: Any, w: Any) -> list[Dimension]:
 
     if x.device_mesh != w.device_mesh:
         raise ValueError("linear_weight must have the device_mesh of input")
-    found, last = [], x.ndim - 1
+    found, last = list[Dimension](), x.ndim - 1
     for index, (of_x, of_w) in enumerate(zip(x.placements, w.placements, strict=True)):
         tokens = type(of_x) is Shard and of_x.dim % x.ndim != last
         classes = type(of_w) is Shard and of_w.dim % 2 == 0
@@ -115,45 +114,54 @@ def _dimensions(x: Any, w: Any) -> list[Dimension]:
             raise ValueError(f"linear_weight must be Replicate or Shard(0) on dimension {index}, got {of_w}")
         if tokens or classes:
             kind = "neither" if tokens and classes else "tokens" if tokens else "classes"
-            found.append(Dimension(index, x.device_mesh.get_group(index), kind))
-    for kinds, what in ((("classes", "neither"), "linear_weight"), (("tokens", "neither"), "input")):
-        if sum(one.kind in kinds for one in found) > 1:
-            raise ValueError(
-                f"{what} must be sharded on one dimension of the mesh, got {(w, x)[what == 'input'].placements}"
-            )
+            found.append(Dimension(x.device_mesh.get_group(index), kind))
+    kinds = [one.kind for one in found]
+    if kinds.count("classes") + kinds.count("neither") > 1:
+        raise ValueError(f"linear_weight must be sharded on one dimension of the mesh, got {w.placements}")
+    if kinds.count("tokens") > 1:
+        raise ValueError(
+            f"input must be sharded on one dimension of the mesh where linear_weight is not, got {x.placements}"
+        )
     return found
 
 
 def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
     """Runs a call of a DTensor input and head."""
-
     given = bound.arguments
     x, w = given["input"], given["linear_weight"]
-    dimensions = _dimensions(x, w)
-    if given.get("vocab_group") is not None or given.get("token_group") is not None:
-        raise ValueError("vocab_group and token_group must be None with DTensors, whose placements say what is shared")
-    of_tokens = next((one for one in dimensions if one.kind != "classes"), None)
-    of_classes = next((one for one in dimensions if one.kind != "tokens"), None)
-    if gather is not None and (of_tokens is None or of_tokens.kind != "neither"):
+    group_of = {one.kind: one.group for one in _dimensions(x, w)}
+    of_tokens, of_classes, of_neither = (group_of.get(kind) for kind in ("tokens", "classes", "neither"))
+    if given.get("vocab_group") is not None:
+        raise ValueError("vocab_group must be None with DTensors, whose placements say what is shared")
+    if given.get("token_group") is not None and of_tokens is not None:
+        raise ValueError(
+            "token_group must be None where a dimension of the mesh shards input and not linear_weight, got a group"
+        )
+    if gather is not None and of_neither is None:
         raise ValueError(f"gather must be None where input and linear_weight are not both sharded, got {gather!r}")
+    more_tokens = of_tokens is not None or given.get("token_group") is not None
+    if gather == "head" and more_tokens:
+        raise ValueError('gather must be "tokens" where ranks of another group have other tokens, got "head"')
     classes = given.get("vocab_size") or w.shape[0]
-    local = _local(given, x, of_tokens)
+    local = _local(given, x, shards_tokens=of_tokens is not None or of_neither is not None)
     reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
-    if of_tokens is not None and of_tokens is of_classes:
-        gather = gather or ("tokens" if x.shape[:-1].numel() < classes else "head")
-        if gather == "tokens":
-            return _wrapped(_with_all_tokens(function, local, of_tokens.group, classes), x)
-        found = _of_gathered_head(function, local, of_tokens.group, w.shape[0], reduction, mean=False)
-        return _wrapped(_of_all_ranks(found, local, of_tokens.group), x)
-    if of_classes is not None:
-        local |= {"vocab_group": of_classes.group, "vocab_size": classes}
-    if of_tokens is None:
-        return _wrapped(_call(function, local), x)
-    for name in OF_HEAD:
-        if local.get(name) is not None:
-            local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens.group))
-    group = {} if reduction == "none" else {"token_group": of_tokens.group}
-    return _wrapped(_of_all_ranks(_call(function, local, **group), local, of_tokens.group), x)
+    if of_tokens is not None:
+        for name in OF_HEAD:
+            if local.get(name) is not None:
+                local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens))
+        if reduction != "none":
+            local["token_group"] = of_tokens
+    if of_neither is None:
+        of_shard = {} if of_classes is None else {"vocab_group": of_classes, "vocab_size": classes}
+        found = _call(function, local, **of_shard)
+    elif gather == "tokens" or more_tokens or (gather is None and x.shape[:-1].numel() < classes):
+        found = _with_all_tokens(function, local, of_neither, classes)
+    else:
+        found = _of_gathered_head(function, local, of_neither, w.shape[0], reduction, mean=False)
+        return _wrapped(_of_all_ranks(found, local, of_neither), x)
+    if of_tokens is not None:
+        found = _of_all_ranks(found, local, of_tokens, of_neither)
+    return _wrapped(found, x)
 
 
 def _mapped(change: Callable[[Tensor], Any], found: Any) -> Any:
@@ -166,21 +174,26 @@ def _mapped(change: Callable[[Tensor], Any], found: Any) -> Any:
     return found
 
 
-def _of_all_ranks(found: Any, local: dict[str, Any], group: "dist.ProcessGroup") -> Any:
-    """Returns results of this rank's tokens, with the numbers of all ranks' in place of those of its own: the loss and
-    z_loss, which `token_group` makes the ranks' mean, accuracy and n_valid."""
+def _of_all_ranks(
+    found: Any, local: dict[str, Any], group: "dist.ProcessGroup", gathered: "dist.ProcessGroup | None" = None
+) -> Any:
+    """Returns results of this rank's tokens, or of those of the ranks of `gathered`, with the numbers of the tokens of
+    all ranks of `group` in place of theirs: the loss and z_loss, which `token_group` makes the ranks' mean, accuracy
+    and n_valid."""
 
     def summed(one: Tensor) -> Tensor:
         return cast(Tensor, _Summed.apply(one / group.size(), group)) if one.ndim == 0 else one
 
     if type(found) is tuple:
-        return tuple(_of_all_ranks(one, local, group) for one in found)
+        return tuple(_of_all_ranks(one, local, group, gathered) for one in found)
     if not hasattr(found, "accuracy"):
         return _mapped(summed, found)
     contributes = local["target"] != local.get("ignore_index", -100)
     if local.get("token_weight") is not None:
         contributes &= local["token_weight"] != 0
     count = contributes.sum()
+    if gathered is not None:
+        count = vocab_shard.all_sum(count, gathered.group_name)
     correct = (found.accuracy.double() * count).round()
     numbers = torch.stack([found.n_valid.double(), count.double(), correct])
     n_valid, count, correct = vocab_shard.all_sum(numbers, group.group_name)
@@ -188,7 +201,7 @@ def _of_all_ranks(found: Any, local: dict[str, Any], group: "dist.ProcessGroup")
     return found._replace(z_loss=summed(found.z_loss), accuracy=accuracy, n_valid=n_valid.to(found.n_valid.dtype))
 
 
-def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[str, Any]:
+def _local(given: dict[str, Any], x: Any, *, shards_tokens: bool) -> dict[str, Any]:
     """Returns the arguments of a call with local tensors. Those of tokens must have the placements of input."""
     from torch.distributed.tensor import Replicate
 
@@ -209,7 +222,7 @@ def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[s
                 if name == "linear_bias" and one.placements != given["linear_weight"].placements:
                     raise ValueError(f"linear_bias must have the placements of linear_weight, got {one.placements}")
                 one = one.to_local()
-            elif isinstance(one, Tensor) and one.ndim and tokens and of_tokens is not None:
+            elif isinstance(one, Tensor) and one.ndim and tokens and shards_tokens:
                 raise ValueError(
                     f"{name} must be a DTensor with the placements of input {tuple(x.placements)}, got Tensor"
                 )

@@ -217,6 +217,7 @@ def linear_cross_entropy(
     as with vocab_group. Where input is sharded on tokens and linear_weight is Replicate, ranks have different tokens.
     Where both are sharded, `gather` says what is gathered. The loss is that of all tokens and a DTensor (Replicate, or
     for reduction "none" as input), and the gradients are those of the loss of all tokens, summed over ranks in float32.
+    token_group is then a group of ranks that are not on the mesh.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
