@@ -205,7 +205,7 @@ def check_data_parallel(rank: int, ranks: int) -> None:
     arrays, grid = drawn(), init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
     data, mesh = grid["data"].get_group(), grid["tensor"]
     leaves = [arrays[name].clone().requires_grad_() for name in ("input", "linear_weight")]
-    exact = mean(*leaves, arrays["target"])
+    exact = mean(leaves[0], leaves[1], arrays["target"])
     exact_d_weight = torch.autograd.grad(exact, leaves[1])[0]
     own = (slice(0, 19), slice(19, TOKENS))[data.rank()]
     for place in (Replicate(), Shard(0)):
