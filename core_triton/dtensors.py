@@ -12,6 +12,7 @@ Gradients are those of the loss of all tokens. The gradients that a call sums it
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, Literal, NamedTuple, cast
@@ -155,7 +156,7 @@ def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, 
         of_shard = {} if of_classes is None else {"vocab_group": of_classes, "vocab_size": classes}
         found = _call(function, local, **of_shard)
     elif gather == "tokens" or more_tokens or (gather is None and x.shape[:-1].numel() < classes):
-        found = _with_all_tokens(function, local, of_neither, classes)
+        found = _with_all_tokens(function, local, of_neither, classes, _most_tokens(x, of_neither))
     else:
         found = _of_gathered_head(function, local, of_neither, w.shape[0], reduction, mean=False)
         return _wrapped(_of_all_ranks(found, local, of_neither), x)
@@ -343,19 +344,18 @@ def _sequence_parallel(function: Callable[..., Any], bound: inspect.BoundArgumen
     vocab_shard.check_group("vocab_group", group)
     local = dict(given)
     local.pop("vocab_group")
-    classes = local.pop("vocab_size", None)
-    return _with_all_tokens(function, local, group, classes)
+    shape, always = local["target"].shape, local.get("check_agreement", False)
+    vocab_shard.check_agreement("vocab_group", group, {"the shape of target": tuple(shape)}, always=always)
+    return _with_all_tokens(function, local, group, local.pop("vocab_size", None), shape.numel())
 
 
 def _with_all_tokens(
-    function: Callable[..., Any], local: dict[str, Any], group: "dist.ProcessGroup", classes: int | None
+    function: Callable[..., Any], local: dict[str, Any], group: "dist.ProcessGroup", classes: int | None, most: int
 ) -> Any:
-    """Runs a call on the tokens of all ranks of a group, each with its shard of the head. Returns results by token of
-    this rank's, and numbers of all tokens."""
+    """Runs a call on the tokens of all ranks of a group, at most `most` of each, each with its shard of the head.
+    Returns results by token of this rank's, and numbers of all tokens."""
     given, ignore_index = dict(local), local.get("ignore_index", -100)
     shape = given["target"].shape
-    tokens = torch.tensor(given["target"].numel(), device=given["target"].device)
-    most = int(vocab_shard.gather(tokens[None], group.size(), group.group_name).max())
     fill: dict[str, Any] = {"target": ignore_index}
     for name in (*OF_TOKENS, "per_token"):
         if given.get(name) is None:
@@ -372,6 +372,18 @@ def _with_all_tokens(
         return cast(Tensor, _OwnTokens.apply(one, group, most, shape.numel())).reshape(shape)
 
     return _mapped(own, found)
+
+
+def _most_tokens(x: Any, group: "dist.ProcessGroup") -> int:
+    """Returns the most tokens that a rank of a dimension of the mesh of a DTensor has: the first one."""
+    mesh, sizes = x.device_mesh, list(x.shape)
+    for index, place in enumerate(x.placements):
+        if place.is_shard():
+            size = sizes[place.dim]
+            most = -(-size // mesh.size(index))
+            first = 0 if mesh.get_group(index) is group else mesh.get_local_rank(index)
+            sizes[place.dim] = max(min(most, size - most * first), 0)
+    return math.prod(sizes[:-1])
 
 
 def gathered_tokens(value: Tensor, group: "dist.ProcessGroup", most: int, axes: int, fill: float) -> Tensor:

@@ -320,6 +320,12 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             loss(*arguments, **options)
+    rows = slice(0, 4 + rank)
+    options = {"vocab_group": world, "vocab_size": CLASSES, "sequence_parallel": True, "check_agreement": True}
+    with pytest.raises(
+        ValueError, match="the shape of target must be the same on all ranks of vocab_group, got \\(4,\\)"
+    ):
+        loss(x[rows], w.chunk(ranks)[rank], target[rows], **options)
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     with pytest.raises(ValueError, match="input must be Replicate, or Shard"):
         loss(partial, head, target)
