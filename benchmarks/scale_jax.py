@@ -20,6 +20,7 @@ from benchmarks.jax_bench import JaxBench
 from benchmarks.methods import describe
 from benchmarks.scale_out import BUDGET, FORMS, Work, in_turns, row_of
 from benchmarks.shapes import Mode
+from benchmarks.trace import CALLS, by_kernel, trace_jax
 
 AXIS = "gpus"
 METHODS = {"jax_pallas": FORMS}
@@ -74,6 +75,8 @@ def _measured(work: Work, bench: JaxBench) -> dict[str, Any]:
         **_errors(problem, several(*arrays)[1], single(*whole)[1]),
     }
     problem.forget()
+    if work.kernels and bench.gpu:
+        found["by_kernel"] = by_kernel(trace_jax(lambda: several(*arrays)), CALLS * work.gpus)  # of a GPU
 
     def timed(run: Callable[[], Any]) -> Callable[[int], float]:
         def block(calls: int) -> float:

@@ -12,6 +12,7 @@ Gradients are those of the loss of all tokens. The gradients that a call sums it
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, Literal, NamedTuple, cast
@@ -64,10 +65,9 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], **more: Any) 
 
 def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{function.__name__} does not take DTensors, gather or sequence_parallel under torch.compile: pass local "
-            "tensors with vocab_group or token_group, or exclude the call with torch.compiler.disable"
-        )
+        from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+        return call_between_graphs(_run, function, *args, **kwargs)
     bound = _signature(function).bind(*args, **kwargs)
     given = bound.arguments
     gather, sequence_parallel = given.pop("gather", None), given.pop("sequence_parallel", False)
@@ -93,7 +93,6 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Dimension(NamedTuple):
     """What the ranks of a dimension of a mesh share."""
 
-    index: int
     group: "dist.ProcessGroup"
     kind: Literal["classes", "tokens", "neither"]
 
@@ -104,7 +103,7 @@ def _dimensions(x: Any, w: Any) -> list[Dimension]:
 
     if x.device_mesh != w.device_mesh:
         raise ValueError("linear_weight must have the device_mesh of input")
-    found, last = [], x.ndim - 1
+    found, last = list[Dimension](), x.ndim - 1
     for index, (of_x, of_w) in enumerate(zip(x.placements, w.placements, strict=True)):
         tokens = type(of_x) is Shard and of_x.dim % x.ndim != last
         classes = type(of_w) is Shard and of_w.dim % 2 == 0
@@ -116,65 +115,94 @@ def _dimensions(x: Any, w: Any) -> list[Dimension]:
             raise ValueError(f"linear_weight must be Replicate or Shard(0) on dimension {index}, got {of_w}")
         if tokens or classes:
             kind = "neither" if tokens and classes else "tokens" if tokens else "classes"
-            found.append(Dimension(index, x.device_mesh.get_group(index), kind))
-    for kinds, what in ((("classes", "neither"), "linear_weight"), (("tokens", "neither"), "input")):
-        if sum(one.kind in kinds for one in found) > 1:
-            raise ValueError(
-                f"{what} must be sharded on one dimension of the mesh, got {(w, x)[what == 'input'].placements}"
-            )
+            found.append(Dimension(x.device_mesh.get_group(index), kind))
+    kinds = [one.kind for one in found]
+    if kinds.count("classes") + kinds.count("neither") > 1:
+        raise ValueError(f"linear_weight must be sharded on one dimension of the mesh, got {w.placements}")
+    if kinds.count("tokens") > 1:
+        raise ValueError(
+            f"input must be sharded on one dimension of the mesh where linear_weight is not, got {x.placements}"
+        )
     return found
 
 
 def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
     """Runs a call of a DTensor input and head."""
-    from torch.distributed.tensor import Replicate
-
     given = bound.arguments
     x, w = given["input"], given["linear_weight"]
-    mesh, dimensions = x.device_mesh, _dimensions(x, w)
-    if given.get("vocab_group") is not None or given.get("token_group") is not None:
-        raise ValueError("vocab_group and token_group must be None with DTensors, whose placements say what is shared")
-    of_tokens = next((one for one in dimensions if one.kind != "classes"), None)
-    of_classes = next((one for one in dimensions if one.kind != "tokens"), None)
-    if gather is not None and (of_tokens is None or of_tokens.kind != "neither"):
+    group_of = {one.kind: one.group for one in _dimensions(x, w)}
+    of_tokens, of_classes, of_neither = (group_of.get(kind) for kind in ("tokens", "classes", "neither"))
+    if given.get("vocab_group") is not None:
+        raise ValueError("vocab_group must be None with DTensors, whose placements say what is shared")
+    if given.get("token_group") is not None and of_tokens is not None:
+        raise ValueError(
+            "token_group must be None where a dimension of the mesh shards input and not linear_weight, got a group"
+        )
+    if gather is not None and of_neither is None:
         raise ValueError(f"gather must be None where input and linear_weight are not both sharded, got {gather!r}")
-    if of_tokens is not None and function.__name__.endswith("_with_stats"):
-        raise ValueError(f"input must be Replicate for {function.__name__}, got {x.placements}: pass local tensors")
+    more_tokens = of_tokens is not None or given.get("token_group") is not None
+    if gather == "head" and more_tokens:
+        raise ValueError('gather must be "tokens" where ranks of another group have other tokens, got "head"')
     classes = given.get("vocab_size") or w.shape[0]
-    local = _local(given, x, of_tokens)
+    local = _local(given, x, shards_tokens=of_tokens is not None or of_neither is not None)
     reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
-    if of_tokens is not None and of_tokens is of_classes:
-        gather = gather or ("tokens" if x.shape[:-1].numel() < classes else "head")
-        if gather == "tokens":
-            found = _with_all_tokens(function, local, of_tokens.group, reduction, classes)
-            placements = x.placements if reduction == "none" else [Replicate()] * mesh.ndim
-            return _wrapped(found, mesh, placements, x.shape[:-1] if reduction == "none" else None)
-        found = _of_gathered_head(function, local, of_tokens.group, w.shape[0], reduction, mean=False)
-        if reduction == "none":
-            return _wrapped(found, mesh, x.placements, x.shape[:-1])
-        return _whole_loss(found, of_tokens.group, mesh)
-    elif of_tokens is not None:
+    if of_tokens is not None:
         for name in OF_HEAD:
             if local.get(name) is not None:
-                local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens.group))
-    if of_classes is not None:
-        local |= {"vocab_group": of_classes.group, "vocab_size": classes}
-    if of_tokens is None:
-        return _wrapped(_call(function, local), mesh, [Replicate()] * mesh.ndim)
-    if reduction == "none":
-        return _wrapped(_call(function, local), mesh, x.placements, x.shape[:-1])
-    return _whole_loss(_call(function, local, token_group=of_tokens.group), of_tokens.group, mesh)
+                local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens))
+        if reduction != "none":
+            local["token_group"] = of_tokens
+    if of_neither is None:
+        of_shard = {} if of_classes is None else {"vocab_group": of_classes, "vocab_size": classes}
+        found = _call(function, local, **of_shard)
+    elif gather == "tokens" or more_tokens or (gather is None and x.shape[:-1].numel() < classes):
+        found = _with_all_tokens(function, local, of_neither, classes, _most_tokens(x, of_neither))
+    else:
+        found = _of_gathered_head(function, local, of_neither, w.shape[0], reduction, mean=False)
+        return _wrapped(_of_all_ranks(found, local, of_neither), x)
+    if of_tokens is not None:
+        found = _of_all_ranks(found, local, of_tokens, of_neither)
+    return _wrapped(found, x)
 
 
-def _whole_loss(loss: Tensor, group: "dist.ProcessGroup", mesh: Any) -> Any:
-    """Returns the loss of all tokens, given that of a rank's with `token_group`, which is times the ranks."""
-    from torch.distributed.tensor import DTensor, Replicate
+def _mapped(change: Callable[[Tensor], Any], found: Any) -> Any:
+    """Returns results, a tensor or tuples of them, with each tensor changed."""
+    if isinstance(found, Tensor):
+        return change(found)
+    if isinstance(found, tuple):
+        made = [_mapped(change, one) for one in found]
+        return type(found)(*made) if hasattr(found, "_fields") else tuple(made)
+    return found
 
-    total = cast(Tensor, _Summed.apply(loss / group.size(), group))
-    return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+def _of_all_ranks(
+    found: Any, local: dict[str, Any], group: "dist.ProcessGroup", gathered: "dist.ProcessGroup | None" = None
+) -> Any:
+    """Returns results of this rank's tokens, or of those of the ranks of `gathered`, with the numbers of the tokens of
+    all ranks of `group` in place of theirs: the loss and z_loss, which `token_group` makes the ranks' mean, accuracy
+    and n_valid."""
+
+    def summed(one: Tensor) -> Tensor:
+        return cast(Tensor, _Summed.apply(one / group.size(), group)) if one.ndim == 0 else one
+
+    if type(found) is tuple:
+        return tuple(_of_all_ranks(one, local, group, gathered) for one in found)
+    if not hasattr(found, "accuracy"):
+        return _mapped(summed, found)
+    contributes = local["target"] != local.get("ignore_index", -100)
+    if local.get("token_weight") is not None:
+        contributes &= local["token_weight"] != 0
+    count = contributes.sum()
+    if gathered is not None:
+        count = vocab_shard.all_sum(count, gathered.group_name)
+    correct = (found.accuracy.double() * count).round()
+    numbers = torch.stack([found.n_valid.double(), count.double(), correct])
+    n_valid, count, correct = vocab_shard.all_sum(numbers, group.group_name)
+    accuracy = (correct / count.clamp(min=1)).to(found.accuracy.dtype)
+    return found._replace(z_loss=summed(found.z_loss), accuracy=accuracy, n_valid=n_valid.to(found.n_valid.dtype))
 
 
-def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[str, Any]:
+def _local(given: dict[str, Any], x: Any, *, shards_tokens: bool) -> dict[str, Any]:
     """Returns the arguments of a call with local tensors. Those of tokens must have the placements of input."""
     from torch.distributed.tensor import Replicate
 
@@ -195,7 +223,7 @@ def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[s
                 if name == "linear_bias" and one.placements != given["linear_weight"].placements:
                     raise ValueError(f"linear_bias must have the placements of linear_weight, got {one.placements}")
                 one = one.to_local()
-            elif isinstance(one, Tensor) and one.ndim and tokens and of_tokens is not None:
+            elif isinstance(one, Tensor) and one.ndim and tokens and shards_tokens:
                 raise ValueError(
                     f"{name} must be a DTensor with the placements of input {tuple(x.placements)}, got Tensor"
                 )
@@ -204,19 +232,20 @@ def _local(given: dict[str, Any], x: Any, of_tokens: Dimension | None) -> dict[s
     return found
 
 
-def _wrapped(found: Any, mesh: Any, placements: Any, shape: torch.Size | None = None) -> Any:
-    """Returns results, tensors or tuples of them, as DTensors."""
-    from torch.distributed.tensor import DTensor
+def _wrapped(found: Any, x: Any) -> Any:
+    """Returns results as DTensors: those of tokens with the placements of input `x`, and numbers, which all ranks
+    have."""
+    from torch.distributed.tensor import DTensor, Replicate
 
-    if isinstance(found, Tensor):
-        sizes: dict[str, Any] = {}
-        if shape is not None:
-            sizes = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-        return DTensor.from_local(found, mesh, placements, run_check=False, **sizes)
-    if isinstance(found, tuple):
-        made = [_wrapped(one, mesh, placements, shape) for one in found]
-        return type(found)(*made) if hasattr(found, "_fields") else type(found)(made)
-    return found
+    mesh, shape = x.device_mesh, x.shape[:-1]
+    stride = torch.empty(shape, device="meta").stride()
+
+    def wrap(one: Tensor) -> Any:
+        if one.ndim == 0:
+            return DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return DTensor.from_local(one, mesh, x.placements, run_check=False, shape=shape, stride=stride)
+
+    return _mapped(wrap, found)
 
 
 def _head_of_fsdp(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
@@ -312,25 +341,21 @@ def _sequence_parallel(function: Callable[..., Any], bound: inspect.BoundArgumen
         raise ValueError("vocab_group must be a process group with sequence_parallel=True, got None")
     if gather is not None:
         raise ValueError(f"gather must be None with sequence_parallel=True, got {gather!r}")
-    if function.__name__.endswith("_with_stats"):
-        raise ValueError(f"sequence_parallel must be False for {function.__name__}, got True")
     vocab_shard.check_group("vocab_group", group)
-    reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
     local = dict(given)
     local.pop("vocab_group")
-    classes = local.pop("vocab_size", None)
-    return _with_all_tokens(function, local, group, reduction, classes)
+    shape, always = local["target"].shape, local.get("check_agreement", False)
+    vocab_shard.check_agreement("vocab_group", group, {"the shape of target": tuple(shape)}, always=always)
+    return _with_all_tokens(function, local, group, local.pop("vocab_size", None), shape.numel())
 
 
 def _with_all_tokens(
-    function: Callable[..., Any], local: dict[str, Any], group: "dist.ProcessGroup", reduction: str, classes: int | None
+    function: Callable[..., Any], local: dict[str, Any], group: "dist.ProcessGroup", classes: int | None, most: int
 ) -> Any:
-    """Runs a call on the tokens of all ranks of a group, each with its shard of the head. With reduction "none" returns
-    the results of this rank's tokens."""
+    """Runs a call on the tokens of all ranks of a group, at most `most` of each, each with its shard of the head.
+    Returns results by token of this rank's, and numbers of all tokens."""
     given, ignore_index = dict(local), local.get("ignore_index", -100)
     shape = given["target"].shape
-    tokens = torch.tensor(given["target"].numel(), device=given["target"].device)
-    most = int(vocab_shard.gather(tokens[None], group.size(), group.group_name).max())
     fill: dict[str, Any] = {"target": ignore_index}
     for name in (*OF_TOKENS, "per_token"):
         if given.get(name) is None:
@@ -340,15 +365,25 @@ def _with_all_tokens(
         made = tuple(gathered_tokens(one, group, most, len(shape), fill.get(name, 0)) for one in ones)
         given[name] = made if name == "per_token" else made[0]
     found = _call(function, given, vocab_group=group, vocab_size=classes)
-    if reduction != "none":
-        return found
 
     def own(one: Tensor) -> Tensor:
+        if one.ndim == 0:
+            return one
         return cast(Tensor, _OwnTokens.apply(one, group, most, shape.numel())).reshape(shape)
 
-    if isinstance(found, Tensor):
-        return own(found)
-    return type(found)(*(None if one is None else own(one) for one in found))
+    return _mapped(own, found)
+
+
+def _most_tokens(x: Any, group: "dist.ProcessGroup") -> int:
+    """Returns the most tokens that a rank of a dimension of the mesh of a DTensor has: the first one."""
+    mesh, sizes = x.device_mesh, list(x.shape)
+    for index, place in enumerate(x.placements):
+        if place.is_shard():
+            size = sizes[place.dim]
+            most = -(-size // mesh.size(index))
+            first = 0 if mesh.get_group(index) is group else mesh.get_local_rank(index)
+            sizes[place.dim] = max(min(most, size - most * first), 0)
+    return math.prod(sizes[:-1])
 
 
 def gathered_tokens(value: Tensor, group: "dist.ProcessGroup", most: int, axes: int, fill: float) -> Tensor:

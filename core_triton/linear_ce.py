@@ -57,7 +57,8 @@ class LossStats(NamedTuple):
     """What `linear_cross_entropy_with_stats` returns besides the loss. None of it has a gradient.
 
     Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0. With token_group,
-    accuracy and n_valid are those of this rank's tokens, and the mean of the ranks' z_loss is that of all tokens.
+    accuracy and n_valid are those of this rank's tokens, and the mean of the ranks' z_loss is that of all tokens. With
+    DTensors and sequence_parallel, z_loss, accuracy and n_valid are those of all tokens.
     """
 
     lse: Tensor  # (...,) float32, log-sum-exp of the logits
@@ -216,6 +217,7 @@ def linear_cross_entropy(
     as with vocab_group. Where input is sharded on tokens and linear_weight is Replicate, ranks have different tokens.
     Where both are sharded, `gather` says what is gathered. The loss is that of all tokens and a DTensor (Replicate, or
     for reduction "none" as input), and the gradients are those of the loss of all tokens, summed over ranks in float32.
+    token_group is then a group of ranks that are not on the mesh.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).

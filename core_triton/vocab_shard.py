@@ -167,7 +167,7 @@ def joint_normalizer(
     return normalizer.float() / ranks
 
 
-_calls: dict[str, int] = {}  # of each group, by its name
+_calls: dict[tuple[str, ...], int] = {}  # of each group, by its name, and of what was compared
 
 
 def check_agreement(name: str, group: "dist.ProcessGroup", given: Mapping[str, Any], *, always: bool) -> None:
@@ -179,7 +179,8 @@ def check_agreement(name: str, group: "dist.ProcessGroup", given: Mapping[str, A
         name: of the argument that has the group.
         given: what must be the same.
     """
-    count = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1
+    key = group.group_name, *given
+    count = _calls[key] = _calls.get(key, 0) + 1
     if not always and count > AGREEMENT_CALLS:
         return
     every: list[Any] = [None] * group.size()

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_pallas import float16, kernels, row_kernels, saved_kernels, shard_rows, target_grad, tile_config, vocab_shard
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
@@ -700,7 +701,8 @@ def _part_of_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, r
     w_target = target_rows(problem, part.of(rows.target).clip(0)).astype(jnp.float32)
     terms = zip((rho, part.of(rows.theta)), (sums, w_target), strict=True)
     by_rho, by_theta = (jnp.where(factor[:, None] == 0, 0.0, factor[:, None] * term) for factor, term in terms)
-    return (by_rho + by_theta)[: chunk.size]
+    # Row by row: the kernel wrote columns. In their order, rows of the head and of d_input would be slow to reach.
+    return with_layout_constraint((by_rho + by_theta)[: chunk.size], Layout((0, 1)))
 
 
 def times_head(problem: Problem, e: Array, rows: int) -> Array:

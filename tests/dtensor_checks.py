@@ -85,6 +85,8 @@ TWO = (
     ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
     ([Replicate(), Shard(0)], [Shard(0), Replicate()]),
     ([Shard(0), Replicate()], [Shard(0), Replicate()]),
+    ([Shard(0), Shard(0)], [Replicate(), Shard(0)]),
+    ([Shard(0), Shard(0)], [Shard(0), Replicate()]),
 )
 FUNCTIONS: tuple[tuple[Callable[..., Tensor], bool], ...] = (
     (mean, False),
@@ -115,8 +117,9 @@ def check_placements(rank: int, ranks: int) -> None:
         leaves = {name: one.clone().requires_grad_(name in DIFFERENTIATED) for name, one in arrays.items()}
         expected = loss_and_gradients(function, leaves, UPSTREAM if by_token else None)
         for mesh, of_tokens, of_head in meshes:
-            both = of_tokens[0] == of_head[0] == Shard(0)
-            for gather in (None, "tokens", "head") if both else (None,):
+            both = any(x == w == Shard(0) for x, w in zip(of_tokens, of_head, strict=True))
+            ways = (None, "tokens", "head") if both else (None,)
+            for gather in ways[: None if of_tokens.count(Shard(0)) == 1 else 2]:
                 upstream = distribute_tensor(UPSTREAM, mesh, of_tokens) if by_token else None
                 given: Any = distributed(arrays, mesh, of_tokens, of_head)
                 found = loss_and_gradients(function, given | ({"gather": gather} if gather else {}), upstream)
@@ -142,6 +145,80 @@ def check_sequence_parallel(rank: int, ranks: int) -> None:
         expected = [loss.chunk(ranks)[rank] if by_token else loss, *(one.chunk(ranks)[rank] for one in gradients)]
         for got, want in zip(found, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def with_stats(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> dict[str, Tensor]:
+    loss, stats = core_triton.linear_cross_entropy_with_stats(
+        input, linear_weight, target, memory_budget=BUDGET, z_loss_weight=1e-3, **options
+    )
+    return {"loss": loss, **stats._asdict()}
+
+
+def token_loss_with_stats(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> dict[str, Tensor]:
+    options.pop("token_weight")
+    arguments = input, linear_weight, target, token_losses.reinforce(), input[..., 0]
+    loss, stats = core_triton.linear_token_loss_with_stats(
+        *arguments, memory_budget=BUDGET, stats=("log_prob", "argmax", "is_top1"), **options
+    )
+    return {"loss": loss, **{name: one for name, one in stats._asdict().items() if one is not None}}
+
+
+def check_dtensor_statistics(rank: int, ranks: int) -> None:
+    """Statistics by token are those of a rank's tokens, and numbers those of all tokens."""
+    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    forms: list[tuple[DeviceMesh, list[Placement], list[Placement], str | None]] = [
+        (mesh, [Replicate()], [Shard(0)], None),
+        (mesh, [Shard(0)], [Replicate()], None),
+        (mesh, [Shard(0)], [Shard(0)], "tokens"),
+        (mesh, [Shard(0)], [Shard(0)], "head"),
+    ]
+    if ranks > 2:
+        grid = init_device_mesh("cpu", (2, ranks // 2))
+        forms.append((grid, [Shard(0), Shard(0)], [Replicate(), Shard(0)], None))
+    for function, reduction in (
+        (with_stats, "mean"),
+        (with_stats, "none"),
+        (token_loss_with_stats, "sum"),
+        (token_loss_with_stats, "none"),
+    ):
+        expected = function(**arrays, reduction=reduction)
+        for on, of_tokens, of_head, gather in forms:
+            given: Any = distributed(arrays, on, of_tokens, of_head)
+            found = function(**given, reduction=reduction, gather=gather)
+            for name, one in found.items():
+                assert isinstance(one, DTensor)
+                assert one.placements == (tuple(of_tokens) if one.ndim else (Replicate(),) * on.ndim)
+                torch.testing.assert_close(one.full_tensor().detach(), expected[name], rtol=2e-5, atol=2e-5)
+    tokens = TOKENS // ranks * ranks
+    arrays = {name: one[:tokens] if name in OF_TOKENS else one for name, one in arrays.items()}
+    mine = {name: one.chunk(ranks)[rank] for name, one in arrays.items()}
+    for function in (with_stats, token_loss_with_stats):
+        expected = function(**arrays)
+        options: Any = {"vocab_group": dist.group.WORLD, "vocab_size": CLASSES, "sequence_parallel": True}
+        for name, one in function(**mine, **options).items():
+            want = expected[name]
+            torch.testing.assert_close(one, want.chunk(ranks)[rank] if want.ndim else want, rtol=2e-5, atol=2e-5)
+
+
+def check_data_parallel(rank: int, ranks: int) -> None:
+    """DTensors on a dimension of the mesh, and ranks of another one that have other tokens: token_group."""
+    arrays, grid = drawn(), init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+    data, mesh = grid["data"].get_group(), grid["tensor"]
+    leaves = [arrays[name].clone().requires_grad_() for name in ("input", "linear_weight")]
+    exact = mean(leaves[0], leaves[1], arrays["target"])
+    exact_d_weight = torch.autograd.grad(exact, leaves[1])[0]
+    own = (slice(0, 19), slice(19, TOKENS))[data.rank()]
+    for place in (Replicate(), Shard(0)):
+        x, target = (distribute_tensor(arrays[name][own], mesh, [place]) for name in ("input", "target"))
+        w: Any = distribute_tensor(arrays["linear_weight"], mesh, [Shard(0)]).requires_grad_()
+        loss: Any = mean(x, w, target, token_group=data)
+        d_weight: Any = torch.autograd.grad(loss, w)[0]
+        for got, want in ((loss.detach(), exact), (d_weight, exact_d_weight)):
+            total = got.full_tensor()
+            dist.all_reduce(total, group=data)
+            torch.testing.assert_close(total / 2, want.detach(), rtol=2e-5, atol=2e-5)
+        with pytest.raises(ValueError, match="gather must be"):
+            mean(x, w, target, token_group=data, gather="head")
 
 
 def check_fsdp2_parameter(rank: int, ranks: int) -> None:
@@ -189,6 +266,27 @@ def check_vocab_parallel(rank: int, ranks: int) -> None:
         parallelize_module(torch.nn.Linear(4, 4), mesh, VocabParallel())
 
 
+def check_compiled(rank: int, ranks: int) -> None:
+    """torch.compile runs a call with DTensors between two graphs. fullgraph=True is an error that says so."""
+    from torch._dynamo.exc import Unsupported  # takes two seconds
+
+    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    w = distribute_tensor(arrays["linear_weight"], mesh, [Shard(0)]).requires_grad_()
+    x, target = (distribute_tensor(arrays[name], mesh, [Replicate()]) for name in ("input", "target"))
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return core_triton.linear_cross_entropy(x * 2, w, target) * 3
+
+    found: Any = torch.compile(loss, backend="aot_eager")(x, w)
+    expected: Any = loss(x, w)
+    torch.testing.assert_close(found.full_tensor(), expected.full_tensor())
+    gradients: Any = [torch.autograd.grad(one, w)[0] for one in (found, expected)]
+    torch.testing.assert_close(gradients[0].full_tensor(), gradients[1].full_tensor())
+    torch._dynamo.reset()  # what is compiled is found by its code
+    with pytest.raises(Unsupported, match="not one operator, because of DTensors"):
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(x, w)
+
+
 def check_dtensor_errors(rank: int, ranks: int) -> None:
     arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
     x, w, target = (arrays[name] for name in ("input", "linear_weight", "target"))
@@ -207,7 +305,8 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
         ("linear_weight must be Replicate or Shard\\(0\\)", (shared, on(w, Shard(1)), target), {}),
         ("target must be a DTensor with the placements of input", (sharded, head, target), {}),
         ("target must have the mesh of input and placements", (sharded, head, on(target, Replicate())), {}),
-        ("vocab_group and token_group must be None", (shared, head, target), {"vocab_group": world}),
+        ("vocab_group must be None with DTensors", (shared, head, target), {"vocab_group": world}),
+        ("token_group must be None where", (sharded, on(w, Replicate()), on(target, Shard(0))), {"token_group": world}),
         ("gather must be None where input", (shared, head, target), {"gather": "head"}),
         ('gather must be "tokens", "head" or None', (shared, head, target), {"gather": "all"}),
         ("gather must be None without DTensors", (x, w, target), {"gather": "head"}),
@@ -221,17 +320,24 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             loss(*arguments, **options)
+    rows = slice(0, 4 + rank)
+    options = {"vocab_group": world, "vocab_size": CLASSES, "sequence_parallel": True, "check_agreement": True}
+    with pytest.raises(
+        ValueError, match="the shape of target must be the same on all ranks of vocab_group, got \\(4,\\)"
+    ):
+        loss(x[rows], w.chunk(ranks)[rank], target[rows], **options)
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     with pytest.raises(ValueError, match="input must be Replicate, or Shard"):
         loss(partial, head, target)
-    with pytest.raises(ValueError, match="input must be Replicate for linear_cross_entropy_with_stats"):
-        core_triton.linear_cross_entropy_with_stats(sharded, head, on(target, Shard(0)))
 
 
 DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
     "placements": check_placements,
     "sequence_parallel": check_sequence_parallel,
+    "dtensor_statistics": check_dtensor_statistics,
+    "data_parallel": check_data_parallel,
     "fsdp2_parameter": check_fsdp2_parameter,
     "vocab_parallel": check_vocab_parallel,
+    "dtensor_compiled": check_compiled,
     "dtensor_errors": check_dtensor_errors,
 }
