@@ -41,6 +41,7 @@ from core_triton.arguments import (
     spec_of,
 )
 from core_triton.dtensors import Gather, takes_dtensors
+from core_triton.gathered_tokens import of_all_tokens, with_tokens
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
@@ -251,7 +252,7 @@ def linear_cross_entropy(
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement)
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
     call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     return _shaped(_loss(call, statistics=0).loss, target)
 
@@ -308,7 +309,7 @@ def linear_cross_entropy_with_stats(
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement)
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
     call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
@@ -383,11 +384,12 @@ def linear_log_probs(
     spec = spec_of("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     given = linear_bias, None, None, None
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    groups = Groups(vocab_group, None, reduce_dtype, check_agreement)
+    groups = Groups(vocab_group, None, reduce_dtype, check_agreement, sequence_parallel)
     call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
     else:
+        call = of_all_tokens(call)
         found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
@@ -479,7 +481,7 @@ def linear_token_loss(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
-    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement),)
+    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel),)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
@@ -542,7 +544,7 @@ def linear_token_loss_with_stats(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
-    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement),)
+    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel),)
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
@@ -572,6 +574,10 @@ def _token_loss(
     call = prepare(spec, input, linear_weight, target, *given, *how)
     flat = check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
+    if call.options.rank_tokens:
+        reduce, statistics = reduction != "none", token_ops.statistics_of(stats, with_entropy)
+        vectors = reduce * token_hook.bytes_of(target.numel(), per_token, with_entropy=with_entropy)
+        call = with_tokens(call, statistics=statistics, reduce=reduce, vectors=vectors)
     of_call = *call[1:4], token_loss, flat, stats
     loss, found = _run(run, *of_call, with_entropy=with_entropy, grad_into=call.grad_into)
     return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
@@ -745,6 +751,7 @@ def _loss(call: Call, *, statistics: int) -> ops.Losses:
     if call.options.saved_budget:
         return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"
+    call = with_tokens(call, statistics=statistics, reduce=reduce)
     return _run(ops.loss, *call[1:4], statistics=statistics, reduce=reduce, grad_into=call.grad_into)
 
 

@@ -101,6 +101,7 @@ class PlanKey(NamedTuple):
     splits_head: bool = False  # into two matrices of the input's dtype
     batch_invariant: bool = False
     ranks: int = 0  # that have shards of the head, whose largest has `classes` rows; 0 where the head is whole
+    gathers: bool = False  # the ranks have different tokens, N in all, which they gather chunk by chunk
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,8 @@ EXCHANGED = 8  # numbers of a row that the ranks of a vocabulary exchange, at mo
 
 SHARD_ROW = 48  # bytes of a row of the call beside those of `packed_rows.PackedRows`, in `shard_rows.py`
 
+GATHERED_ROW = 48  # bytes of a row beside these where tokens are gathered: target, weight, and those of `token_slices`
+
 
 def matmuls_of(key: PlanKey) -> tuple[str, ...]:
     """Returns the names of the matmuls of a call. A split head takes two where it is an operand."""
@@ -254,9 +257,11 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     Raises:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
             stage is "saved_rows", and the kernels of the call store nothing that can be saved. Or the call must be
-            batch-invariant and is not.
+            batch-invariant and is not. Or its tokens must be gathered chunk by chunk and cannot be.
     """
     plan = _any_plan(key)
+    if key.gathers and (plan.path != "scaled_exp" or key.stage != "loss_and_gradients"):
+        raise ValueError("only three matmuls of scaled exponentials gather tokens chunk by chunk")
     why = why_variant(key, plan) if key.batch_invariant else None
     if why is not None:
         raise ValueError(f"batch_invariant=True {why}")
@@ -408,7 +413,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_weight_kernel = hopper and hidden % 4 == 0 and key.into_aligned
         else:
             d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
-        holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
+        holds_rows = key.d_input and padded_hidden == hidden and not key.gathers  # never of a split head
         fits_float16 = x.dtype == "float16" and key.stage != "losses"
         # Class weights are those of all shards.
         smoothing = (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes * max(key.ranks, 1))
@@ -417,7 +422,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             fit = 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
             # Before the first rows are read, only the mean of the head and the class weights stay.
             smoothing = max(smoothing, fit + (key.label_smoothing != 0) * (8 * hidden + 4 * key.classes + 4 * tokens))
-        copied = key.copied_bytes + smoothing + (key.ranks > 0) * SHARD_ROW * tokens
+        copied = key.copied_bytes + smoothing + ((key.ranks > 0) * SHARD_ROW + key.gathers * GATHERED_ROW) * tokens
         # The rows of exponentials, in whole row blocks, that fit a row of a new d_weight, which the first chunk writes.
         room = 0
         in_kernels = d_weight_kernel and (tiling is not None or not key.d_input)
@@ -469,6 +474,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             programs=key.device.multiprocessors * (key.splits_head and hopper),
             copied=copied,
             exchanged=exchanged,
+            gathering_ranks=key.gathers * key.ranks,
             batch_invariant=key.batch_invariant,
             room=room,
             call=call,

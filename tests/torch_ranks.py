@@ -32,6 +32,7 @@ if sys.argv[2:3] == ["triton"]:
 
     interpret_loss.prepare_process()
 from dtensor_checks import DTENSOR_CHECKS
+from gathered_checks import GATHERED_CHECKS
 
 import core_triton
 from parity.arrays import make_arrays
@@ -405,6 +406,7 @@ KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
     "far_logits": check_far_logits,
     "smoothing": check_smoothing,
     "statistics": check_statistics,
+    **GATHERED_CHECKS,
 }
 
 
