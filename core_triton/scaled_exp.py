@@ -255,7 +255,8 @@ def _run(
         smooth = smoothing.of_input(rows.row_weight)
     stored = saved_e
     if stored is None and any(needs_grad):
-        stored = x.new_empty((config.rows, tile_config.padded(classes)))
+        most = classes if slices is None else slices.shard.rows  # the same on all ranks
+        stored = x.new_empty((config.rows, tile_config.padded(most)))
     scratch = problem.row_weight.new_empty(config.scratch)
     part = in_part = None  # this shard's part of d_input of a chunk, and its rows of a chunk that is not gathered
     if shard is not None and d_input is not None:
@@ -376,8 +377,6 @@ def _run(
             for vocab_chunk in reversed(e.pieces(classes)):
                 of_piece = e.of(vocab_chunk)
                 _add_d_weight(problem, of_piece, chunk_x, scratch, active, d_weight, vocab_chunk, first=first)
-        if slices is not None and gathered is not None:
-            slices.add_targets(gathered, None if d_weight is None else d_weight.sum, d_bias)
         if d_input is not None and reduced is not None and slices is not None:
             slices.put_sum(reduced, chunk, d_input)
         elif d_input is not None and reduced is not None:
@@ -385,12 +384,16 @@ def _run(
         elif d_input is not None and not in_pieces:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
         del e
+    memory = stored
     del stored, held, scratch, part, in_part
     if rows.float16 is not None and tokens and any(needs_grad):
         float16.scale_head(rows.float16, rows.theta, d_bias)
     if tokens and (d_weight is not None or d_bias is not None):
-        if slices is None:
-            _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
+        total = None if d_weight is None else d_weight.sum
+        if slices is not None and memory is not None:
+            slices.add_targets(memory, total, d_bias)
+        else:
+            _add_targets(problem, rows, total, d_bias)
         if smoothing is not None:
             smoothing.add_to_head(d_weight, d_bias)
     if smoothing is not None and d_input is not None and smooth is None and tokens:

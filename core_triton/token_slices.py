@@ -9,8 +9,12 @@ the ranks exchange, besides what they do for a vocabulary with the same tokens (
                                targets' logits of these rows
     during d_weight            d_input of a chunk, (ranks m, D): each rank gets the sum of its own rows, (m, D)
 
-Chunks run from the last to the first. The terms of d_weight that need rows of the input, those of the targets and of
-label smoothing, are added while these rows are there.
+    at the end                 the rows of the input once more, for the targets' terms of d_weight, in the memory of the
+                               exponentials. Added to each chunk, they would make d_weight large before the other chunks
+                               are added, and each of these would round it: with five chunks of float16 that doubled
+                               the error of a test.
+
+Chunks run from the last to the first.
 """
 
 from dataclasses import replace
@@ -44,13 +48,13 @@ def counted_rows(row_weight_ptr, tokens, BLOCK: tl.constexpr):
 @triton.jit
 def pack_slices_kernel(
     target_ptr, row_weight_ptr, order_ptr, packed_target_ptr, packed_weight_ptr, slot_ptr, count_ptr, own_order_ptr,
-    own_counts_ptr, tokens, ranks, own_rank, slice_rows, chunks, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    own_counts_ptr, tokens, ranks, own_rank, slice_rows, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Packs the rows of all ranks, target and row_weight (ranks * tokens,), in the order of this file.
 
     Writes for each packed row its row of the call, order (int64), its target (int64) and row_weight (float32), and its
-    row in the gathered rows of its chunk, slot (int64). Writes for each chunk to count (2, chunks, 4) int32 the packed
-    row after the last that contributes, and how many contribute. Writes for the packed rows of `own_rank` alone their
+    row in the gathered rows of its chunk, slot (int64). Writes for each chunk to count (chunks, 4) int32, in its first
+    column, the packed row after the last that contributes. Writes for the packed rows of `own_rank` alone their
     row, own_order (tokens,) int64, and whether they contribute, own_counts (tokens,) float32. One program owns BLOCK_N
     rows of a rank, and counts the contributing rows of all ranks.
     """
@@ -82,7 +86,6 @@ def pack_slices_kernel(
     tl.store(slot_ptr + packed, (rank * size + within).to(tl.int64), mask=inside)
     is_first = inside & (within == 0) & (rank == 0)  # one row of each chunk
     tl.store(count_ptr + 4 * chunk, ranks * begin + count, mask=is_first)
-    tl.store(count_ptr + 4 * (chunks + chunk), count, mask=is_first)
     is_own = inside & (rank == own_rank)
     tl.store(own_order_ptr + place, row.to(tl.int64), mask=is_own)
     tl.store(own_counts_ptr + place, counts.to(tl.float32), mask=is_own)
@@ -94,7 +97,6 @@ class GatheredChunk(NamedTuple):
     problem: Problem  # input (n, D) has these rows
     rows: PackedRows  # `order` is the row of that input for each packed row, and `count` that of `kernels.Active`
     chunk: slice
-    count: Tensor  # () int32, how many of them contribute
 
 
 class TokenSlices:
@@ -109,7 +111,7 @@ class TokenSlices:
         self.slice_rows = config.rows // shard.ranks
         self.chunks = config.chunks(len(problem.target))
         self.slot = torch.empty_like(rows.order)
-        self.counts = rows.count.new_empty((2, len(self.chunks), 4))  # each at a multiple of 16 bytes
+        self.counts = rows.count.new_empty((len(self.chunks), 4))  # each at a multiple of 16 bytes
         self.own_order, self.own_counts = rows.order.new_empty(shard.tokens), rows.row_weight.new_empty(shard.tokens)
         launch(
             pack_slices_kernel,
@@ -127,7 +129,6 @@ class TokenSlices:
             shard.ranks,
             shard.rank,
             self.slice_rows,
-            len(self.chunks),
             BLOCK=PASSED_ROWS,
             BLOCK_N=PACKED_ROWS,
             num_warps=8,
@@ -149,8 +150,8 @@ class TokenSlices:
     def _of(self, number: int) -> GatheredChunk:
         chunk = self.chunks[number]
         problem = replace(self.problem, input=self.buffers[number % 2][: chunk.stop - chunk.start])
-        rows = self.rows._replace(order=self.slot, count=self.counts[0, number, 0])
-        return GatheredChunk(problem, rows, chunk, self.counts[1, number, 0])
+        rows = self.rows._replace(order=self.slot, count=self.counts[number, 0])
+        return GatheredChunk(problem, rows, chunk)
 
     def next(self, chunk: slice) -> GatheredChunk:
         """Returns a chunk, and starts to gather the rows of the one after it."""
@@ -173,7 +174,7 @@ class TokenSlices:
 
     def _place(self, number: int) -> None:
         self.gather.wait()
-        problem, rows, chunk, _ = self._of(number)
+        problem, rows, chunk = self._of(number)
         packed_rows.pick(problem, rows, chunk.start, chunk.stop - chunk.start, None)
         logit = shard_rows.own_target_logits(rows, chunk)
         self.sums = logit, vocab_shard.start_all_sum(logit, self.shard.group)
@@ -206,16 +207,25 @@ class TokenSlices:
         of_chunk.add_to_rows(len(x), order=At(self.slot, chunk.start), **vectors, loss_out=loss)
         loss_out[self.rows.order[chunk]] += loss[self.slot[chunk]]
 
-    def add_targets(self, gathered: GatheredChunk, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-        """Adds the targets' terms of a chunk to the gradients of the head, if not None."""
-        (problem, rows, chunk, count), x = gathered, gathered.problem.input
-        vectors = rows.target[chunk], rows.order[chunk], rows.theta[chunk]
-        target, row, theta = target_grad.sort_by_target(*vectors, count, problem.classes)
-        arrays = x, target, row
-        if rows.float16 is not None and rows.float16.scales is not None:
-            if d_bias is not None:  # `float16.scale_head` scales it at the end
-                target_grad.add_targets(*arrays, theta, count, problem.classes, d_weight=None, d_bias=d_bias)
-            of_input, of_head = rows.float16.scales.unbind()
-            theta, d_bias = theta * (of_head / of_input), None
-        if d_weight is not None or d_bias is not None:
-            target_grad.add_targets(*arrays, theta, count, problem.classes, d_weight=d_weight, d_bias=d_bias)
+    def add_targets(self, memory: Tensor, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+        """Adds the targets' terms of all rows to the gradients of the head, if not None. The rows of the input are
+        gathered once more, a part of each rank's at a time: as many as `memory` holds, or the buffers of this object.
+        """
+        x, rows, ranks, tokens = self.problem.input, self.rows, self.shard.ranks, self.shard.tokens
+        hidden, order = x.shape[1], rows.order
+        memory = max(memory, self.buffers[0], key=Tensor.numel).view(-1)
+        most = min(memory.numel() // (ranks * hidden), tokens) if d_weight is not None else tokens
+        count = rows.count.new_full((), len(order))
+        for start in range(0, tokens, most):
+            n = min(most, tokens - start)
+            every = memory[: ranks * n * hidden].view(ranks * n, hidden) if d_weight is not None else x
+            if d_weight is not None:
+                mine = x[start : start + n]
+                every[n * self.shard.rank :][: len(mine)] = mine
+                vocab_shard.start_gather(every, every[n * self.shard.rank :][:n], self.shard.group).wait()
+            rank, within = order // tokens, order % tokens - start
+            here = (rows.row_weight != 0) & (within >= 0) & (within < n)
+            sorted_rows = target_grad.sort_by_target(
+                torch.where(here, rows.target, -1), rank * n + within, rows.theta, count, self.problem.classes
+            )
+            target_grad.add_targets(every, *sorted_rows, count, self.problem.classes, d_weight=d_weight, d_bias=d_bias)

@@ -1,4 +1,5 @@
-"""Checks of tokens that ranks gather chunk by chunk, which `torch_ranks.py` runs on all of its ranks with the kernels."""
+"""Checks of tokens that ranks gather chunk by chunk. `torch_ranks.py` runs them with the kernels, on all of its
+ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,12 +11,13 @@ from allocations import Meter
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import core_triton
 from core_triton import token_losses
 
 TOKENS, HIDDEN = 160, 64  # of all ranks
+BUDGET = 90_000  # five chunks
 
 Arrays = dict[str, Tensor]
 
@@ -76,8 +78,30 @@ def run(function: Callable[..., Any], arrays: Arrays, frozen: tuple[str, ...], u
     return Result(values, dict(zip(differentiated, gradients, strict=True)))
 
 
+def part(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """Returns a rank's part, as `torch.chunk` divides."""
+    size = -(-len(whole) // ranks)
+    return whole[rank * size :][:size]
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def of_whole(
+    function: Callable[..., Any], arrays: Arrays, frozen: tuple[str, ...], budget: int, upstream: Tensor | None
+) -> tuple[Result, Result]:
+    """Returns the results of one process: those of float32, and those by the kernels."""
+    in_float32 = {name: one.float() if one.is_floating_point() else one for name, one in arrays.items()}
+    exact = run(partial(function, implementation="chunked", head_precision=None), in_float32, frozen, upstream)
+    return exact, run(partial(function, implementation="triton", memory_budget=budget), arrays, frozen, upstream)
+
+
+def assert_errs_as_one(name: str, found: Tensor, exact: Tensor, of_one: Tensor, factor: float) -> None:
+    """Asserts that the error of a gradient of all ranks is at most `factor` times that of one process, if it is not
+    tiny."""
+    of_ranks, most = error(found, exact), factor * error(of_one, exact)
+    assert of_ranks <= most + 1e-6, f"{name}: error {of_ranks}, and at most {most}"
 
 
 def check(
@@ -86,9 +110,10 @@ def check(
     ranks: int,
     arrays: Arrays,
     *,
-    budget: int = 90_000,
+    budget: int = BUDGET,
     frozen: tuple[str, ...] = (),
-    rounded: float = 1.0,
+    rounded: float = 1.1,
+    rounded_head: float = 1.5,
     of_shards: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
@@ -99,33 +124,29 @@ def check(
         function: returns results by name, of which "loss" is differentiated.
         budget: bytes for three chunks or more.
         frozen: arguments that are not differentiated.
-        rounded: how much larger the error of d_input may be.
+        rounded, rounded_head: how much larger the errors of d_input and of the gradients of the head may be.
         of_shards: options of the ranks alone.
         options: of all calls.
     """
     upstream = torch.linspace(-1, 1, len(arrays["target"])) if options.get("reduction") == "none" else None
-    in_float32 = {name: one.float() if one.is_floating_point() else one for name, one in arrays.items()}
-    plain = options | {"implementation": "chunked", "head_precision": None}
-    exact = run(partial(function, **plain), in_float32, frozen, upstream)
-    function = partial(function, implementation="triton", **options)
-    of_one = run(partial(function, memory_budget=budget), arrays, frozen, upstream)
-    mine = {name: one if name == "weight" else one.chunk(ranks)[rank] for name, one in arrays.items()}
+    function = partial(function, **options)
+    exact, of_one = of_whole(function, arrays, frozen, budget, upstream)
+    mine = {name: one if name == "weight" else part(one, rank, ranks) for name, one in arrays.items()}
     given = {"vocab_group": dist.group.WORLD, "vocab_size": len(arrays["linear_weight"]), "sequence_parallel": True}
-    function = partial(function, memory_budget=budget, **given, **(of_shards or {}))
+    function = partial(function, memory_budget=budget, implementation="triton", **given, **(of_shards or {}))
     with chunks_of_calls() as chunks:
-        found = run(function, mine, frozen, None if upstream is None else upstream.chunk(ranks)[rank])
+        found = run(function, mine, frozen, None if upstream is None else part(upstream, rank, ranks))
     assert len(chunks) == 1, f"{len(chunks)} calls gathered tokens chunk by chunk"
     assert chunks[0] >= 3, chunks
     for name, one in found.values.items():
         want = exact.values[name].detach()
-        want = want.chunk(ranks)[rank] if want.ndim else want
+        want = part(want, rank, ranks) if want.ndim else want
         torch.testing.assert_close(one.detach(), want, atol=2e-3, rtol=2e-3, msg=lambda text, name=name: name + text)
     for name, gradient in found.gradients.items():
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, gradient)
-        most = (1.1 * rounded if name == "input" else 2.0) * error(of_one.gradients[name], exact.gradients[name])
-        of_ranks = error(torch.cat(parts), exact.gradients[name])
-        assert of_ranks <= most + 1e-6, f"{name}: error {of_ranks}, and at most {most}"
+        factor = rounded if name == "input" else rounded_head
+        assert_errs_as_one(name, torch.cat(parts), exact.gradients[name], of_one.gradients[name], factor)
 
 
 def loss(input: Tensor, linear_weight: Tensor, target: Tensor, token_weight: Tensor, **options: Any) -> Arrays:
@@ -180,7 +201,57 @@ def check_gathered_split_head(rank: int, ranks: int) -> None:
 
 
 def check_gathered_reduce_dtype(rank: int, ranks: int) -> None:
-    check(loss, rank, ranks, drawn(ranks), rounded=1.7, of_shards={"reduce_dtype": torch.bfloat16})
+    check(loss, rank, ranks, drawn(ranks), rounded=1.8, of_shards={"reduce_dtype": torch.bfloat16})
+
+
+def check_gathered_dtensors(rank: int, ranks: int) -> None:
+    """The numbers of tokens and of classes are no multiples of the number of ranks."""
+    arrays = drawn(ranks)
+    arrays = {name: one[:-3] for name, one in arrays.items()}
+    arrays["linear_weight"], arrays["linear_bias"] = arrays["linear_weight"][:-1], arrays["linear_bias"][:-1]
+    arrays["target"] = arrays["target"].clamp(max=len(arrays["linear_bias"]) - 1)
+    mesh = init_device_mesh("cpu", (ranks,))
+    exact, of_one = of_whole(loss, arrays, (), BUDGET, None)
+    mine: Any = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in arrays.items()}
+    call = partial(loss, implementation="triton", memory_budget=BUDGET, gather="tokens")
+    with chunks_of_calls() as chunks:
+        found: Any = run(call, mine, (), None)
+    assert len(chunks) == 1
+    assert chunks[0] >= 3
+    torch.testing.assert_close(found.values["loss"].full_tensor(), exact.values["loss"].detach(), atol=2e-3, rtol=2e-3)
+    for name, one in found.gradients.items():
+        assert one.placements == (Shard(0),)
+        assert_errs_as_one(name, one.full_tensor(), exact.gradients[name], of_one.gradients[name], 1.5)
+
+
+def check_gathered_few_classes(rank: int, ranks: int) -> None:
+    """The last rank has no class. The targets' terms are added in ten parts, each of which is rounded."""
+    arrays = drawn(ranks, classes=5)
+    classes = 2 * ranks - 3 if ranks > 2 else 1
+    arrays |= {name: arrays[name][:classes] for name in OF_HEAD} | {"target": arrays["target"].clamp(max=classes - 1)}
+    check(loss, rank, ranks, arrays, budget=70_000, rounded_head=2.5)
+
+
+def check_gathered_memory(rank: int, ranks: int) -> None:
+    """No tensor has as many bytes as the input of all ranks. A call without gradients gathers it."""
+    arrays = {name: part(one, rank, ranks).clone() for name, one in drawn(ranks).items()}
+    differentiated = [arrays[name].requires_grad_() for name in DIFFERENTIATED]
+    given: dict[str, Any] = {"vocab_group": dist.group.WORLD, "sequence_parallel": True, "implementation": "triton"}
+    call = partial(loss, **arrays, memory_budget=BUDGET, **given)
+    with chunks_of_calls() as chunks:
+        gradients = torch.autograd.grad(call()["loss"], differentiated)
+        with Meter() as meter:
+            found = torch.autograd.grad(call()["loss"], differentiated)
+        assert len(chunks) == 2
+        assert chunks[1] >= 3
+        every = arrays["input"].nbytes * ranks
+        assert meter.largest < every, (meter.largest, every)
+        for one, other in zip(found, gradients, strict=True):
+            torch.testing.assert_close(one, other, atol=0, rtol=0)
+        with Meter() as meter, torch.no_grad():
+            call()
+        assert len(chunks) == 2
+        assert meter.largest >= every
 
 
 GATHERED_CHECKS: dict[str, Callable[[int, int], None]] = {
@@ -193,4 +264,7 @@ GATHERED_CHECKS: dict[str, Callable[[int, int], None]] = {
     "gathered_one_gradient": check_gathered_one_gradient,
     "gathered_split_head": check_gathered_split_head,
     "gathered_reduce_dtype": check_gathered_reduce_dtype,
+    "gathered_dtensors": check_gathered_dtensors,
+    "gathered_few_classes": check_gathered_few_classes,
+    "gathered_memory": check_gathered_memory,
 }
