@@ -9,12 +9,12 @@ the ranks exchange, besides what they do for a vocabulary with the same tokens (
                                targets' logits of these rows
     during d_weight            d_input of a chunk, (ranks m, D): each rank gets the sum of its own rows, (m, D)
 
-    at the end                 the rows of the input once more, for the targets' terms of d_weight, in the memory of the
-                               exponentials. Added to each chunk, they would make d_weight large before the other chunks
-                               are added, and each of these would round it: with five chunks of float16 that doubled
-                               the error of a test.
+    at the end                 the rows of the input of all but two chunks once more, for the targets' terms of
+                               d_weight, in the memory of the exponentials
 
-Chunks run from the last to the first.
+Chunks run from the last to the first. If the targets' terms were added with each chunk, they would make d_weight large
+before the other chunks are added, and each of these would round it: with five chunks of float16 that doubled the error
+of a test.
 """
 
 from dataclasses import replace
@@ -47,13 +47,14 @@ def counted_rows(row_weight_ptr, tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack_slices_kernel(
-    target_ptr, row_weight_ptr, order_ptr, packed_target_ptr, packed_weight_ptr, slot_ptr, count_ptr, own_order_ptr,
-    own_counts_ptr, tokens, ranks, own_rank, slice_rows, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    target_ptr, row_weight_ptr, order_ptr, packed_target_ptr, packed_weight_ptr, slot_ptr, place_ptr, count_ptr,
+    own_order_ptr, own_counts_ptr, tokens, ranks, own_rank, slice_rows, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Packs the rows of all ranks, target and row_weight (ranks * tokens,), in the order of this file.
 
     Writes for each packed row its row of the call, order (int64), its target (int64) and row_weight (float32), and its
-    row in the gathered rows of its chunk, slot (int64). Writes for each chunk to count (chunks, 4) int32, in its first
+    row in the gathered rows of its chunk, slot (int64), and its place among the packed rows of its rank, place (int64).
+    Writes for each chunk to count (chunks, 4) int32, in its first
     column, the packed row after the last that contributes. Writes for the packed rows of `own_rank` alone their
     row, own_order (tokens,) int64, and whether they contribute, own_counts (tokens,) float32. One program owns BLOCK_N
     rows of a rank, and counts the contributing rows of all ranks.
@@ -84,6 +85,7 @@ def pack_slices_kernel(
     tl.store(packed_target_ptr + packed, tl.load(target_ptr + in_call, mask=inside, other=0), mask=inside)
     tl.store(packed_weight_ptr + packed, weight, mask=inside)
     tl.store(slot_ptr + packed, (rank * size + within).to(tl.int64), mask=inside)
+    tl.store(place_ptr + packed, place.to(tl.int64), mask=inside)
     is_first = inside & (within == 0) & (rank == 0)  # one row of each chunk
     tl.store(count_ptr + 4 * chunk, ranks * begin + count, mask=is_first)
     is_own = inside & (rank == own_rank)
@@ -110,7 +112,7 @@ class TokenSlices:
         self.problem, self.rows, self.shard = problem, rows, shard
         self.slice_rows = config.rows // shard.ranks
         self.chunks = config.chunks(len(problem.target))
-        self.slot = torch.empty_like(rows.order)
+        self.slot, self.place = torch.empty_like(rows.order), torch.empty_like(rows.order)
         self.counts = rows.count.new_empty((len(self.chunks), 4))  # each at a multiple of 16 bytes
         self.own_order, self.own_counts = rows.order.new_empty(shard.tokens), rows.row_weight.new_empty(shard.tokens)
         launch(
@@ -122,6 +124,7 @@ class TokenSlices:
             rows.target,
             rows.row_weight,
             self.slot,
+            self.place,
             self.counts,
             self.own_order,
             self.own_counts,
@@ -133,23 +136,27 @@ class TokenSlices:
             BLOCK_N=PACKED_ROWS,
             num_warps=8,
         )
-        self.buffers = [x.new_empty((chunk.stop - chunk.start, x.shape[1])) for chunk in self.chunks[:2]]
+        self.buffers = x.new_empty((self.chunks[:2][-1].stop, x.shape[1]))  # one after the other
         self.own_part = x.new_empty((self.slice_rows * d_input, x.shape[1]), dtype=shard.dtype)
         self.sums: tuple[Tensor, Any] | None = None  # target logits that are on their way
         self.gather = self._start_gather(len(self.chunks) - 1)
 
     def _start_gather(self, number: int) -> Any:
         """Starts to gather the rows of a chunk."""
-        result = self._of(number).problem.input
-        size, start = len(result) // self.shard.ranks, number * self.slice_rows
+        return self._start_gather_of(self._of(number).problem.input, number * self.slice_rows)
+
+    def _start_gather_of(self, result: Tensor, first: int) -> Any:
+        """Starts to gather the packed rows of each rank from `first` on to result (n, D), n / ranks of each."""
+        size = len(result) // self.shard.ranks
         own = result[size * self.shard.rank :][:size]
-        places = {"order": At(self.own_order, start), "factor": At(self.own_counts, start)}
+        places = {"order": At(self.own_order, first), "factor": At(self.own_counts, first)}
         saved_kernels.pick_rows(self.problem.input, own, **places)
         return vocab_shard.start_gather(result, own, self.shard.group)
 
     def _of(self, number: int) -> GatheredChunk:
         chunk = self.chunks[number]
-        problem = replace(self.problem, input=self.buffers[number % 2][: chunk.stop - chunk.start])
+        first = number % 2 * self.chunks[0].stop
+        problem = replace(self.problem, input=self.buffers[first : first + chunk.stop - chunk.start])
         rows = self.rows._replace(order=self.slot, count=self.counts[number, 0])
         return GatheredChunk(problem, rows, chunk)
 
@@ -208,24 +215,26 @@ class TokenSlices:
         loss_out[self.rows.order[chunk]] += loss[self.slot[chunk]]
 
     def add_targets(self, memory: Tensor, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-        """Adds the targets' terms of all rows to the gradients of the head, if not None. The rows of the input are
-        gathered once more, a part of each rank's at a time: as many as `memory` holds, or the buffers of this object.
-        """
-        x, rows, ranks, tokens = self.problem.input, self.rows, self.shard.ranks, self.shard.tokens
-        hidden, order = x.shape[1], rows.order
-        memory = max(memory, self.buffers[0], key=Tensor.numel).view(-1)
-        most = min(memory.numel() // (ranks * hidden), tokens) if d_weight is not None else tokens
-        count = rows.count.new_full((), len(order))
-        for start in range(0, tokens, most):
-            n = min(most, tokens - start)
-            every = memory[: ranks * n * hidden].view(ranks * n, hidden) if d_weight is not None else x
-            if d_weight is not None:
-                mine = x[start : start + n]
-                every[n * self.shard.rank :][: len(mine)] = mine
-                vocab_shard.start_gather(every, every[n * self.shard.rank :][:n], self.shard.group).wait()
-            rank, within = order // tokens, order % tokens - start
-            here = (rows.row_weight != 0) & (within >= 0) & (within < n)
+        """Adds the targets' terms of all rows to the gradients of the head, if not None. The buffers still have the
+        rows of the input of the first two chunks. The others are gathered once more, as many at a time as `memory`
+        holds, or else a buffer."""
+        rows, ranks, tokens = self.rows, self.shard.ranks, self.shard.tokens
+        hidden, size = self.problem.input.shape[1], self.chunks[0].stop
+        count, classes = rows.count.new_full((), len(rows.order)), self.problem.classes
+        held = min(2 * self.slice_rows, tokens) if d_weight is not None else tokens
+        memory = max(memory, self.buffers, key=Tensor.numel).view(-1)
+
+        def add(x: Tensor, row: Tensor, first: int, last: int) -> None:
+            here = (rows.row_weight != 0) & (self.place >= first) & (self.place < last)
             sorted_rows = target_grad.sort_by_target(
-                torch.where(here, rows.target, -1), rank * n + within, rows.theta, count, self.problem.classes
+                torch.where(here, rows.target, -1), row, rows.theta, count, classes
             )
-            target_grad.add_targets(every, *sorted_rows, count, self.problem.classes, d_weight=d_weight, d_bias=d_bias)
+            target_grad.add_targets(x, *sorted_rows, count, classes, d_weight=d_weight, d_bias=d_bias)
+
+        add(self.buffers, self.slot + size * (self.place >= self.slice_rows), 0, held)
+        most = memory.numel() // (ranks * hidden)
+        for first in range(held, tokens, most):
+            n = min(most, tokens - first)
+            x = memory[: ranks * n * hidden].view(ranks * n, hidden)
+            self._start_gather_of(x, first).wait()
+            add(x, rows.order // tokens * n + self.place - first, first, first + n)
