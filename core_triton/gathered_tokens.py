@@ -7,7 +7,9 @@ that of a rank's own tokens until it is known how the call runs (`with_tokens`):
     all other calls                         it gathers them all, (ranks M, D), and the rest is an ordinary call
 """
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,8 @@ from torch import distributed as dist
 
 from core_triton import ops, vocab_shard
 from core_triton.arguments import Call
+from core_triton.plan import ExecutionPlan
+from core_triton.problem import Problem
 
 
 def with_tokens(call: Call, *, statistics: int, reduce: bool, vectors: int = 0) -> Call:
@@ -41,6 +45,17 @@ def of_all_tokens(call: Call) -> Call:
     most, group = call.options.rank_tokens, vocab_shard.group_of(call.options.vocab_group)
     x = gathered_tokens(call.arrays.input, group, most, 1, 0.0)
     return call._replace(arrays=call.arrays._replace(input=x), options=call.options._replace(rank_tokens=0))
+
+
+def explained(problem: Problem, plan: Callable[[Problem], ExecutionPlan]) -> ExecutionPlan:
+    """Returns the plan of a call of a rank's tokens, or of those of all ranks, as `with_tokens` does."""
+    x, shard = problem.input, problem.shard
+    if shard is None or not shard.tokens:
+        return plan(problem)
+    with suppress(ValueError):
+        return plan(problem)
+    every = torch.empty((len(problem.target), x.shape[1]), dtype=x.dtype, device="meta")
+    return plan(replace(problem, input=every, shard=replace(shard, tokens=0)))
 
 
 def gathered_tokens(value: Tensor, group: "dist.ProcessGroup", most: int, axes: int, fill: float) -> Tensor:

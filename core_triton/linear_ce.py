@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from core_triton import ops, saved_ops, token_hook, token_ops
+from core_triton import gathered_tokens, ops, saved_ops, token_hook, token_ops
 from core_triton.arguments import (
     Call,
     Groups,
@@ -41,7 +41,6 @@ from core_triton.arguments import (
     spec_of,
 )
 from core_triton.dtensors import Gather, takes_dtensors
-from core_triton.gathered_tokens import of_all_tokens, with_tokens
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
@@ -389,7 +388,7 @@ def linear_log_probs(
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
     else:
-        call = of_all_tokens(call)
+        call = gathered_tokens.of_all_tokens(call)
         found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
@@ -577,7 +576,7 @@ def _token_loss(
     if call.options.rank_tokens:
         reduce, statistics = reduction != "none", token_ops.statistics_of(stats, with_entropy)
         vectors = reduce * token_hook.bytes_of(target.numel(), per_token, with_entropy=with_entropy)
-        call = with_tokens(call, statistics=statistics, reduce=reduce, vectors=vectors)
+        call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce, vectors=vectors)
     of_call = *call[1:4], token_loss, flat, stats
     loss, found = _run(run, *of_call, with_entropy=with_entropy, grad_into=call.grad_into)
     return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
@@ -667,6 +666,7 @@ def explain(
     batch_invariant: bool = False,
     device: str | None = None,
     vocab_group: "dist.ProcessGroup | None" = None,
+    sequence_parallel: bool = False,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
@@ -685,6 +685,7 @@ def explain(
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
         vocab_group: as given to the call. linear_weight and grad_into are this rank's shard.
+        sequence_parallel: as given to the call. input has this rank's tokens.
 
     Raises:
         TypeError: a dtype that is not admitted.
@@ -722,7 +723,12 @@ def explain(
     group, rank, ranks, reduce_dtype = of_vocab_group(Groups(vocab_group))
     found = decide(spec, input.device, infos, *how, rank, ranks, gpu)
     classes, budget, saved_budget, name, offset, shard_rows = found
-    shard = VocabShard(group, ranks, offset, shard_rows, reduce_dtype) if ranks else None
+    tokens = rows.numel() if sequence_parallel else 0
+    if tokens:
+        if not ranks:
+            raise ValueError("vocab_group must be a process group with sequence_parallel=True, got None")
+        rows = rows.new_empty(ranks * tokens)
+    shard = VocabShard(group, ranks, offset, shard_rows, reduce_dtype, tokens) if ranks else None
     flat = input.reshape(-1, input.shape[-1])
     of_shard: dict[str, Any] = {"vocab_offset": offset, "shard": shard, "grad_into": grad_into}
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, **of_shard)
@@ -730,13 +736,18 @@ def explain(
     given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
     check_saved_budget(saved_budget, reduction, **given)
     asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
+    on = gpu or ops.device_of(input.device, name)
     if gradients and reduction == "none":
-        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu, **asked)
+        plan = gathered_tokens.explained(
+            problem, lambda one: saved_ops.explained_plan(one, budget, saved_budget, name, needs_grad, on, **asked)
+        )
     else:
         stage: Stage = "statistics" if batch_invariant else "losses"
         if gradients:
             stage = "entropy_loss_and_gradients" if with_entropy else "loss_and_gradients"
-        plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu, **asked)
+        plan = gathered_tokens.explained(
+            problem, lambda one: ops.plan_for(one, stage, budget, name, needs_grad, device=on, **asked)
+        )
     return Explanation(*choose(input.device, implementation, gpu), plan)
 
 
@@ -751,7 +762,7 @@ def _loss(call: Call, *, statistics: int) -> ops.Losses:
     if call.options.saved_budget:
         return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"
-    call = with_tokens(call, statistics=statistics, reduce=reduce)
+    call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce)
     return _run(ops.loss, *call[1:4], statistics=statistics, reduce=reduce, grad_into=call.grad_into)
 
 

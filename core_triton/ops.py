@@ -706,20 +706,14 @@ def plan_for(
     device: DeviceInfo | None = None,
 ) -> ExecutionPlan:
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays and of a device, or theirs."""
-    if device is None:
-        kind = problem.input.device.type
-        device = DeviceInfo(kind, 0, 0, known_gpu("", 0))
-        if implementation != "chunked":
-            from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
-
-            device = DeviceInfo(kind, *device_info(problem.input.device))
+    device = device_of(problem.input.device, implementation) if device is None else device
     # Both passes over saved rows have the same chunks, and the second does not know what the first computed.
-    counted = ENTROPY if stage == "saved_rows" else statistics
+    counted, x = ENTROPY if stage == "saved_rows" else statistics, layout_of_input(problem)
     if counted & OF_LOGITS & ~MAX:
-        copied += 8 * len(problem.target) * (1 + planes(counted))
+        copied += 8 * x.shape[0] * (1 + planes(counted))
     key = PlanKey(
         stage=stage,
-        input=layout_of_input(problem),
+        input=x,
         linear_weight=layout_of(problem.linear_weight),
         classes=problem.classes if problem.shard is None else problem.shard.rows,
         copied_bytes=copied,
@@ -741,6 +735,15 @@ def plan_for(
         gathers=problem.shard is not None and problem.shard.tokens > 0,
     )
     return make_plan(key)
+
+
+def device_of(device: torch.device, implementation: str) -> DeviceInfo:
+    """Returns the properties of a device that the plan of a call depends on."""
+    if implementation == "chunked":
+        return DeviceInfo(device.type, 0, 0, known_gpu("", 0))
+    from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
+
+    return DeviceInfo(device.type, *device_info(device))
 
 
 def _tiles(plan: ExecutionPlan) -> chunked.Tiles:

@@ -142,6 +142,8 @@ class ExecutionPlan:
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
         reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
+        gathering_ranks: ranks that have different tokens, N in all, which they gather chunk by chunk; 0: the call has
+            all tokens.
     """
 
     implementation: str
@@ -167,6 +169,7 @@ class ExecutionPlan:
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
     reads_split_head: bool = False
+    gathering_ranks: int = 0
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -196,7 +199,7 @@ class ExecutionPlan:
             "d_input": self.d_input_tiling is not None,
             "d_weight": self.d_weight_kernel,
         }
-        return describe_plan(
+        text = describe_plan(
             path=self.path,
             kernels=family,
             tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
@@ -212,6 +215,10 @@ class ExecutionPlan:
             others=None if others is None else (others.path, others.describe_chunks()),
             fixed_rows=self.scaled_exp_config.d_input_rows if self.batch_invariant else None,
         )
+        if not self.gathering_ranks:
+            return text
+        rows = self.chunks.rows // self.gathering_ranks
+        return f"{text}\ntokens: gathered chunk by chunk, up to {rows} of each of {self.gathering_ranks} ranks"
 
     def describe_chunks(self) -> str:
         """Returns the chunks in words."""
@@ -485,7 +492,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             gpu=gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
             matmuls=matmuls, smooths=key.label_smoothing != 0, fits_float16=fits_float16,
-            reads_split_head=reads_split_head,
+            reads_split_head=reads_split_head, gathering_ranks=key.gathers * key.ranks,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
