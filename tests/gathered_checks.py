@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import core_triton
 from core_triton import token_losses
 
-TOKENS, HIDDEN = 160, 64  # of all ranks
-BUDGET = 90_000  # five chunks
+TOKENS, HIDDEN = 96, 64  # of all ranks
+BUDGET = 80_000  # three chunks or more
 
 Arrays = dict[str, Tensor]
 
@@ -32,7 +32,7 @@ def drawn(ranks: int, *, dtype: torch.dtype = torch.bfloat16, classes: int = 37)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     x, target = normal(TOKENS, HIDDEN), torch.randint(ranks * classes, (TOKENS,), generator=generator)
     target[: TOKENS // ranks] = target[TOKENS // ranks + 1 :: 7] = -100
-    target[-20:] = target[-21]
+    target[-12:] = target[-13]
     x[target == -100] = torch.nan
     return {
         "input": x.to(dtype),
@@ -175,7 +175,7 @@ def check_gathered_options(rank: int, ranks: int) -> None:
 
 
 def check_gathered_smoothing(rank: int, ranks: int) -> None:
-    check(with_stats, rank, ranks, drawn(ranks, classes=300), label_smoothing=0.1, logit_scale=0.7, budget=150_000)
+    check(with_stats, rank, ranks, drawn(ranks, classes=300), label_smoothing=0.1, logit_scale=0.7, budget=110_000)
 
 
 def check_gathered_float16(rank: int, ranks: int) -> None:
@@ -183,15 +183,15 @@ def check_gathered_float16(rank: int, ranks: int) -> None:
 
 
 def check_gathered_token_loss(rank: int, ranks: int) -> None:
-    check(token_loss, rank, ranks, drawn(ranks), budget=110_000)
+    check(token_loss, rank, ranks, drawn(ranks), budget=90_000)
 
 
 def check_gathered_token_losses(rank: int, ranks: int) -> None:
-    check(token_loss, rank, ranks, drawn(ranks), budget=110_000, frozen=OF_HEAD, reduction="none")
+    check(token_loss, rank, ranks, drawn(ranks), budget=90_000, frozen=OF_HEAD, reduction="none")
 
 
 def check_gathered_one_gradient(rank: int, ranks: int) -> None:
-    check(loss, rank, ranks, drawn(ranks), frozen=("input",), budget=75_000)
+    check(loss, rank, ranks, drawn(ranks), frozen=("input",), budget=60_000)
 
 
 def check_gathered_split_head(rank: int, ranks: int) -> None:
