@@ -50,11 +50,10 @@ def test_rounds_alternate_in_order() -> None:
 def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     """In a process of its own, because JAX's number of devices is fixed when it starts. Of the other libraries, those
     that are not installed are skipped."""
-    forms = FORMS if framework == "torch" else ("vocabulary",)
     path = tmp_path / "rows.json"
     names = ["loss-parallel", "megatron", "verl", "fsdp2-liger"] if framework == "torch" else []
     methods = ["--methods", "core_triton", *names] if names else []
-    command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, "--forms", *forms, *methods]
+    command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, *methods]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *OPTIONS, "--json", str(path)],
@@ -70,7 +69,7 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     others = {row["method"]: row for row in every if "method" in row}
     assert list(others) == names
     assert all(line(row) in done.stdout for row in every if row["form"] == "vocabulary")
-    for form, row in zip(forms, rows, strict=True):
+    for form, row in zip(FORMS, rows, strict=True):
         assert (row["framework"], row["form"], row["gpus"]) == (framework, form, 2)
         for name in ("err_d_input", "err_d_weight"):
             assert 0 < row[name] < 4e-3
