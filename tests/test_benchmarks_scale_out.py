@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scale_peers
+from benchmarks import scale_out, scale_peers
 from benchmarks.scale_model import SIZES, Link, agrees, band, fit, predict
 from benchmarks.scale_out import FORMS, Work, in_turns, line, row_of
 from benchmarks.shapes import SHAPES
@@ -137,3 +137,17 @@ def test_more_gpus_are_predicted_only_if_two_agree() -> None:
     assert "they disagree" in predict(parts + links, [row | {"ms": 6.0}])[1]
     assert "were not measured" in predict(parts + links, [row | {"ms": 5.1, "method": "megatron"}])[1]
     assert predict(parts, [row]) == ["no row of kind all-reduce: run `collectives` on two GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "7"], "--shapes must have classes that 7 GPUs can divide equally, got llama3-8b"),
+        (["--gpus", "0"], "--gpus must be at least 1, got 0"),
+        (["--shapes", "llama9"], "--shapes must be names of benchmarks/shapes.py, got llama9"),
+    ],
+)
+def test_a_wrong_argument_is_an_error(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        scale_out.main(arguments)
+    assert message in capsys.readouterr().err
