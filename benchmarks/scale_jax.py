@@ -1,4 +1,4 @@
-"""JAX's side of `benchmarks.scale_out`: one process for all GPUs, and `jax.shard_map` over a mesh of one axis."""
+"""JAX's side of `benchmarks.scale_out`: one process for all GPUs, and `jax_pallas.sharded` over a mesh of one axis."""
 
 import os
 import time
@@ -18,12 +18,18 @@ from jax.sharding import PartitionSpec as P
 import jax_pallas
 from benchmarks.jax_bench import JaxBench
 from benchmarks.methods import describe
-from benchmarks.scale_out import BUDGET, FORMS, Work, in_turns, row_of
+from benchmarks.scale_out import BUDGET, FORMS, Form, Work, in_turns, row_of
 from benchmarks.shapes import Mode
 from benchmarks.trace import CALLS, by_kernel, trace_jax
+from jax_pallas import sharded
 
 AXIS = "gpus"
 METHODS = {"jax_pallas": FORMS}
+AXES: dict[Form, dict[str, Any]] = {
+    "vocabulary": {"vocab_axis_name": AXIS},
+    "tokens": {"fsdp_axis_name": AXIS, "gather": "tokens"},
+    "head-gathered": {"fsdp_axis_name": AXIS, "gather": "head"},
+}
 
 
 def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], None]) -> None:
@@ -47,24 +53,24 @@ def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], 
 
 
 def _measured(work: Work, bench: JaxBench) -> dict[str, Any]:
-    if work.form != "vocabulary":
-        raise NotImplementedError(f"--forms of jax must be vocabulary, got {work.form}")
     problem: Any = bench.problem(replace(work.shape, n=work.all_tokens), "bfloat16", "peaked")
     mesh = jax.make_mesh((work.gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[: work.gpus])
-    whole = problem.input, problem.weight, problem.target
-    specs = P(), P(AXIS), P()
-    arrays = [jax.device_put(one, NamedSharding(mesh, spec)) for one, spec in zip(whole, specs, strict=True)]
+    x, w, target = problem.input, problem.weight, problem.target
+    tokens = P() if work.form == "vocabulary" else P(AXIS)
+    placed = tuple(NamedSharding(mesh, spec) for spec in (tokens, P(AXIS), tokens))
+    arrays = jax.device_put((x, w, target), placed)
+    n = work.shape.n
+    whole = x[:n], w, target[:n]
 
-    def of_shards(x: Array, w: Array, target: Array) -> Array:
-        options: dict[str, Any] = {"vocab_axis_name": AXIS, "memory_budget": BUDGET}
-        return jax_pallas.linear_cross_entropy(x, w, target, **options)
+    def of_all(x: Array, w: Array, target: Array) -> Array:
+        return sharded.linear_cross_entropy(x, w, target, mesh=mesh, memory_budget=BUDGET, **AXES[work.form])
 
     def of_one(x: Array, w: Array, target: Array) -> Array:
         return jax_pallas.linear_cross_entropy(x, w, target, memory_budget=BUDGET)
 
-    gradients = jax.value_and_grad(of_shards, argnums=(0, 1))
-    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(P(), (P(), P(AXIS))))
-    several = jax.jit(mapped).lower(*arrays).compile()
+    gradients = jax.value_and_grad(of_all, argnums=(0, 1))
+    results = NamedSharding(mesh, P()), placed[:2]
+    several = jax.jit(gradients, out_shardings=results).lower(*arrays).compile()
     single = jax.jit(jax.value_and_grad(of_one, argnums=(0, 1))).lower(*whole).compile()
     analysis = several.memory_analysis()
     assert analysis is not None
@@ -72,7 +78,7 @@ def _measured(work: Work, bench: JaxBench) -> dict[str, Any]:
         "workspace_bytes": analysis.temp_size_in_bytes,
         "device_bytes": None,
         "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS"),
-        **_errors(problem, several(*arrays)[1], single(*whole)[1]),
+        **_errors(problem, several(*arrays)[1], single(*whole)[1] if work.form == "vocabulary" else None),
     }
     problem.forget()
     if work.kernels and bench.gpu:
@@ -99,14 +105,14 @@ def _measured(work: Work, bench: JaxBench) -> dict[str, Any]:
     return found | in_turns(work, *blocks, (counts[0], counts[1]))
 
 
-def _errors(problem: Any, of_shards: tuple[Array, Array], of_one: tuple[Array, Array]) -> dict[str, float]:
-    """Returns the errors of d_input and d_weight, of all GPUs and of one."""
+def _errors(problem: Any, of_all: tuple[Array, Array], of_one: tuple[Array, Array] | None) -> dict[str, float]:
+    """Returns the errors of d_input and d_weight, of all GPUs and of one. None: the one has other tokens."""
     _, *exact = problem.reference(Mode("train"))
     found = {}
-    for prefix, gradients in (("", of_shards), ("one_gpu_", of_one)):
-        for name, gradient, one in zip(("d_input", "d_weight"), gradients, exact, strict=True):
-            gathered = jnp.asarray(np.asarray(gradient)) if prefix == "" else gradient
-            found[f"{prefix}err_{name}"] = float(_error(gathered, one))
+    for place, name in enumerate(("d_input", "d_weight")):
+        gathered = jnp.asarray(np.asarray(of_all[place]))
+        found[f"err_{name}"] = float(_error(gathered, exact[place]))
+        found[f"one_gpu_err_{name}"] = float("nan") if of_one is None else float(_error(of_one[place], exact[place]))
     return found
 
 

@@ -144,6 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--shapes must be names of benchmarks/shapes.py, got {', '.join(unknown)}")
     if options.gpus < 1:
         parser.error(f"--gpus must be at least 1, got {options.gpus}")
+    uneven = [name for name in options.shapes if SHAPES[name].v % options.gpus]
+    if uneven:
+        parser.error(f"--shapes must have classes that {options.gpus} GPUs can divide equally, got {', '.join(uneven)}")
     if options.framework == "torch":
         from benchmarks import scale_torch as scale
     else:

@@ -27,6 +27,7 @@ from core_triton.gathered_tokens import gathered_tokens, own_tokens
 Gather = Literal["tokens", "head"]
 
 OF_HEAD = ("linear_weight", "linear_bias")
+SENT_BYTES = 2**27  # of a gradient of the head at a time
 OF_TOKENS = ("input", "target", "token_weight")  # and the arrays of a token loss
 
 
@@ -295,8 +296,12 @@ def _of_gathered_head(
     if not mean and reduction != "none":
         local = local | {"token_group": group}
     shards: list[Any] = [local.get(name) for name in OF_HEAD]
-    plain = function.__name__ == "linear_cross_entropy" and local["input"].dtype != torch.float16
-    if plain and reduction != "none" and torch.is_grad_enabled() and shards[0].requires_grad:
+    if (
+        function.__name__ == "linear_cross_entropy"
+        and reduction != "none"
+        and torch.is_grad_enabled()
+        and shards[0].requires_grad
+    ):
         call = function, local, group, rows, mean
         return _LossOfGatheredHead.apply(call, local["input"], *shards)
     for name, shard in zip(OF_HEAD, shards, strict=True):
@@ -306,27 +311,28 @@ def _of_gathered_head(
 
 
 class _LossOfGatheredHead(torch.autograd.Function):
-    """The gradients exist when the forward pass ends. So the head is gathered once, and its gradient, which the call
-    adds up in float32, is scattered there and rounded once. The backward pass multiplies what a rank keeps."""
+    """The gradients exist when the forward pass ends. So the head is gathered once, and its gradient is scattered
+    there. The backward pass multiplies what a rank keeps."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         function, local, group, rows, mean = call
-        _, of_input, _, of_bias = ctx.needs_input_grad
+        shards, needed = {"linear_weight": weight, "linear_bias": bias}, ctx.needs_input_grad[1:]
         with torch.enable_grad():
-            x = input.detach().requires_grad_(of_input)
-            head = _all_rows(weight.detach(), group, rows).requires_grad_()
-            whole_bias = None if bias is None else _all_rows(bias.detach(), group, rows).requires_grad_(of_bias)
-            total = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
-            arrays = {"input": x, "linear_weight": head, "linear_bias": whole_bias, "grad_into": total}
+            arrays: dict[str, Any] = {"input": input.detach()}
+            for name, shard in shards.items():
+                arrays[name] = None if shard is None else _all_rows(shard.detach(), group, rows)
+            for one, need in zip(arrays.values(), needed, strict=True):
+                if one is not None:
+                    one.requires_grad_(need)
             loss = _call(function, local | arrays)
-            leaves = [one for one in (x, whole_bias) if one is not None and one.requires_grad]
-            gradients = list(torch.autograd.grad(loss, leaves)) if leaves else []
-        d_input = gradients.pop(0) if of_input else None
-        d_bias = None
-        if bias is not None and of_bias:
-            d_bias = _own_rows(gradients.pop(0), group, bias, mean=mean)
-        ctx.save_for_backward(d_input, _own_rows(total, group, weight, mean=mean), d_bias)
+            leaves = {name: one for name, one in arrays.items() if one is not None and one.requires_grad}
+            gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        del arrays, leaves  # the head is not needed any more
+        for name, shard in shards.items():
+            if name in gradients:
+                gradients[name] = _own_rows(gradients[name], group, cast(Tensor, shard), mean=mean)
+        ctx.save_for_backward(*(gradients.get(name) for name in ("input", *OF_HEAD)))
         return loss.detach()
 
     @staticmethod
@@ -416,17 +422,30 @@ def _all_rows(local: Tensor, group: "dist.ProcessGroup", rows: int) -> Tensor:
 
 def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", like: Tensor, *, mean: bool) -> Tensor:
     """Returns this rank's rows of the sum of the ranks' gradients, or of their mean, with the rows and dtype of `like`.
-    They are added in float32."""
+    They are added in float32, some rows of each rank at a time: while these are sent, the next ones are cast."""
     ranks = group.size()
-    most = -(-len(gradient) // ranks)
-    gradient = gradient.float()
+    most, own = -(-len(gradient) // ranks), torch.empty_like(like)
     if len(gradient) < ranks * most:
         gradient = torch.cat([gradient, gradient.new_zeros(ranks * most - len(gradient), *gradient.shape[1:])])
-    own = torch.empty(most, *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
-    dist.reduce_scatter_tensor(own, gradient.contiguous(), group=group)
-    if mean:
-        own /= ranks
-    return own[: len(like)].to(like.dtype)
+    by_rank = gradient.view(ranks, most, *gradient.shape[1:])
+    step = max(1, SENT_BYTES // (4 * ranks * max(by_rank[0, :1].numel(), 1)))
+    sent: list[tuple[int, Tensor, Any]] = []
+
+    def receive(start: int, part: Tensor, work: Any) -> None:
+        work.wait()
+        place = own[start : start + step]
+        place.copy_(part[: len(place)].div_(ranks) if mean else part[: len(place)])
+
+    for start in range(0, most, step):
+        rows = by_rank[:, start : start + step].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        part = rows.new_empty(rows.shape[1:])
+        work = dist.reduce_scatter_tensor(part, rows.flatten(0, 1), group=group, async_op=True)
+        sent.append((start, part, work))
+        if len(sent) > 1:
+            receive(*sent.pop(0))
+    for one in sent:
+        receive(*one)
+    return own
 
 
 class _Shared(torch.autograd.Function):

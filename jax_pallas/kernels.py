@@ -96,10 +96,11 @@ def blocks_of(matmul: Matmul, tile: Any) -> tuple[Array, Array]:
 
 
 def logits_tile(
-    matmul: Matmul, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any
-) -> LogitsTile:
+    matmul: Matmul, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, *,
+    ends: bool = False,
+) -> LogitsTile:  # fmt: skip
     """Computes a tile of logits: (1), (2). Rows past the last repeat it. Columns that are not `seen` are undefined. A
-    head of another dtype than x is split: (39)."""
+    head of another dtype than x is split: (39). With `ends`, x may end before the rows of the tile do."""
     tile, axis, hidden, end = matmul.tile, matmul.vocab_axis, x_ref.shape[1], w_ref.shape[matmul.vocab_axis]
     row = arange(blocks[0] * ROW_BLOCK, ROW_BLOCK)
     first_place = blocks[1] * tile.block_v
@@ -116,6 +117,8 @@ def logits_tile(
         column = first + column
         seen = ((place >= skip) & (place < matmul.classes))[None, :]
     x_row = (scalars_ref[0] + lax.min(row, jnp.int32(matmul.rows - 1)))[:, None]
+    if ends:
+        x_row = lax.min(x_row, jnp.int32(x_ref.shape[0] - 1))
 
     def step(index: Any, raw: Array) -> Array:
         depth = arange(index * tile.block_d, tile.block_d)
@@ -330,7 +333,9 @@ def repair_kernel(
     program = pl.program_id(0)
 
     def tile(blocks: tuple[Array, Array]) -> None:
-        part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
+        # The last chunk may have more rows than the call: `ScaledExpConfig.kernel_rows`.
+        ends = x_ref.shape[0] % matmul.rows != 0
+        part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref, ends=ends)
         at = first_row + part.row
 
         @pl.when(launch_step == FINDS)

@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 import core_triton
-from core_triton import token_losses
+from core_triton import dtensors, token_losses
 from core_triton.parallel import VocabParallel
 
 TOKENS, HIDDEN, CLASSES = 45, 16, 101  # none is a multiple of the ranks
 BUDGET = 44_000  # several chunks of the tokens
+dtensors.SENT_BYTES = 3_000  # several parts of a gradient of the head
 
 Arrays = dict[str, Tensor]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scale_peers
+from benchmarks import scale_out, scale_peers
 from benchmarks.scale_model import SIZES, Link, agrees, band, fit, predict
 from benchmarks.scale_out import FORMS, Work, in_turns, line, row_of
 from benchmarks.shapes import SHAPES
@@ -50,11 +50,10 @@ def test_rounds_alternate_in_order() -> None:
 def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     """In a process of its own, because JAX's number of devices is fixed when it starts. Of the other libraries, those
     that are not installed are skipped."""
-    forms = FORMS if framework == "torch" else ("vocabulary",)
     path = tmp_path / "rows.json"
     names = ["loss-parallel", "megatron", "verl", "fsdp2-liger"] if framework == "torch" else []
     methods = ["--methods", "core_triton", *names] if names else []
-    command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, "--forms", *forms, *methods]
+    command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, *methods]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *OPTIONS, "--json", str(path)],
@@ -70,7 +69,7 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     others = {row["method"]: row for row in every if "method" in row}
     assert list(others) == names
     assert all(line(row) in done.stdout for row in every if row["form"] == "vocabulary")
-    for form, row in zip(forms, rows, strict=True):
+    for form, row in zip(FORMS, rows, strict=True):
         assert (row["framework"], row["form"], row["gpus"]) == (framework, form, 2)
         for name in ("err_d_input", "err_d_weight"):
             assert 0 < row[name] < 4e-3
@@ -138,3 +137,17 @@ def test_more_gpus_are_predicted_only_if_two_agree() -> None:
     assert "they disagree" in predict(parts + links, [row | {"ms": 6.0}])[1]
     assert "were not measured" in predict(parts + links, [row | {"ms": 5.1, "method": "megatron"}])[1]
     assert predict(parts, [row]) == ["no row of kind all-reduce: run `collectives` on two GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "7"], "--shapes must have classes that 7 GPUs can divide equally, got llama3-8b"),
+        (["--gpus", "0"], "--gpus must be at least 1, got 0"),
+        (["--shapes", "llama9"], "--shapes must be names of benchmarks/shapes.py, got llama9"),
+    ],
+)
+def test_a_wrong_argument_is_an_error(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        scale_out.main(arguments)
+    assert message in capsys.readouterr().err
