@@ -24,7 +24,8 @@ At the end the targets' terms of d_weight are added for all rows (`_add_targets`
 bfloat16 and float16. It stores only the sums.
 
 Where the ranks of a process group have shards of the vocabulary, they exchange the sums before a chunk's factors, and
-their parts of d_input after its matmul: `shard_rows.py`.
+their parts of d_input after its matmul: `shard_rows.py`. If they have different tokens, they gather them a chunk ahead:
+`token_slices.py`.
 
 A token loss needs the log-probabilities of a chunk before the factors of its rows. For it, `row_kernels.finish_rows`
 runs twice (`_weights_of_token_loss`).

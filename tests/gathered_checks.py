@@ -45,7 +45,8 @@ def drawn(ranks: int, *, dtype: torch.dtype = torch.bfloat16, classes: int = 37)
 
 @contextmanager
 def chunks_of_calls() -> Iterator[list[int]]:
-    """Collects the number of chunks of each call that gathers tokens chunk by chunk."""
+    """Collects the number of chunks of each call that gathers tokens chunk by chunk. Asserts that its rows are packed
+    as they should be."""
     from core_triton import token_slices
 
     found, pack = list[int](), token_slices.TokenSlices.__init__
@@ -53,12 +54,37 @@ def chunks_of_calls() -> Iterator[list[int]]:
     def packed(self: Any, *arguments: Any, **options: Any) -> None:
         pack(self, *arguments, **options)
         found.append(len(self.chunks))
+        assert_packed(self)
 
     token_slices.TokenSlices.__init__ = packed
     try:
         yield found
     finally:
         token_slices.TokenSlices.__init__ = pack
+
+
+def assert_packed(slices: Any) -> None:
+    """Asserts that chunk c has slice c of the packed rows of each rank, and that rows that contribute come first, both
+    in the order of the ranks."""
+    problem, rows, ranks, tokens = slices.problem, slices.rows, slices.shard.ranks, slices.shard.tokens
+    contributes = (problem.row_weight != 0).view(ranks, tokens)
+    number = torch.arange(tokens)
+    by_rank = [torch.cat([number[one], number[~one]]) for one in contributes]
+    own = slices.shard.rank
+    torch.testing.assert_close(slices.own_order, by_rank[own])
+    torch.testing.assert_close(slices.own_counts, contributes[own][by_rank[own]].float())
+    for index, chunk in enumerate(slices.chunks):
+        size = (chunk.stop - chunk.start) // ranks
+        place = index * slices.slice_rows + number[:size]
+        order = torch.cat([rank * tokens + one[place] for rank, one in enumerate(by_rank)])
+        counted = contributes.flatten()[order]
+        slot = torch.cat([counted.nonzero()[:, 0], (~counted).nonzero()[:, 0]])
+        torch.testing.assert_close(slices.slot[chunk], slot)
+        torch.testing.assert_close(slices.place[chunk], place.repeat(ranks)[slot])
+        torch.testing.assert_close(rows.order[chunk], order[slot])
+        torch.testing.assert_close(rows.target[chunk], problem.target[order[slot]])
+        torch.testing.assert_close(rows.row_weight[chunk], problem.row_weight[order[slot]])
+        assert int(slices.counts[index, 0]) == chunk.start + int(counted.sum())
 
 
 class Result(NamedTuple):
