@@ -8,7 +8,6 @@ the ranks exchange, besides what they do for a vocabulary with the same tokens (
     during the chunk before    the rows of the input of a chunk, (ranks m, D), in one of two buffers, and then the
                                targets' logits of these rows
     during d_weight            d_input of a chunk, (ranks m, D): each rank gets the sum of its own rows, (m, D)
-
     at the end                 the rows of the input of all but two chunks once more, for the targets' terms of
                                d_weight, in the memory of the exponentials
 

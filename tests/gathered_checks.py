@@ -1,6 +1,7 @@
 """Checks of tokens that ranks gather chunk by chunk. `torch_ranks.py` runs them with the kernels, on all of its
 ranks."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import core_triton
 from core_triton import token_losses
 
-TOKENS, HIDDEN = 96, 64  # of all ranks
-BUDGET = 80_000  # three chunks or more
+ON_GPUS = sys.argv[2:3] == ["gpu"]
+DEVICE, TOKENS, HIDDEN = ("cuda", 4096, 512) if ON_GPUS else ("cpu", 96, 64)  # tokens of all ranks
+MORE_CLASSES, MORE_BYTES = (16, 60) if ON_GPUS else (1, 1)
+BUDGET = 80_000 * MORE_BYTES  # three chunks or more
 
 Arrays = dict[str, Tensor]
 
@@ -26,21 +29,22 @@ DIFFERENTIATED = ("input", *OF_HEAD)
 
 
 def drawn(ranks: int, *, dtype: torch.dtype = torch.bfloat16, classes: int = 37) -> Arrays:
-    """Returns the arrays of a call, `classes` classes for each rank. The ranks have different numbers of counted
-    tokens, and the first has none. What is ignored is NaN."""
-    generator = torch.Generator().manual_seed(ranks)
+    """Returns the arrays of a call, `classes` classes for each rank, more on GPUs. The ranks have different numbers of
+    counted tokens, and the first has none. What is ignored is NaN."""
+    generator, classes = torch.Generator().manual_seed(ranks), classes * MORE_CLASSES
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     x, target = normal(TOKENS, HIDDEN), torch.randint(ranks * classes, (TOKENS,), generator=generator)
     target[: TOKENS // ranks] = target[TOKENS // ranks + 1 :: 7] = -100
     target[-12:] = target[-13]
     x[target == -100] = torch.nan
-    return {
+    arrays = {
         "input": x.to(dtype),
-        "linear_weight": (normal(ranks * classes, HIDDEN) / 4).to(dtype),
+        "linear_weight": (normal(ranks * classes, HIDDEN) * 2 / HIDDEN**0.5).to(dtype),
         "linear_bias": normal(ranks * classes),
         "target": target,
         "token_weight": 0.5 + torch.rand(TOKENS, generator=generator),
     }
+    return {name: one.to(DEVICE) for name, one in arrays.items()}
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def assert_packed(slices: Any) -> None:
     in the order of the ranks."""
     problem, rows, ranks, tokens = slices.problem, slices.rows, slices.shard.ranks, slices.shard.tokens
     contributes = (problem.row_weight != 0).view(ranks, tokens)
-    number = torch.arange(tokens)
+    number = torch.arange(tokens, device=rows.order.device)
     by_rank = [torch.cat([number[one], number[~one]]) for one in contributes]
     own = slices.shard.rank
     torch.testing.assert_close(slices.own_order, by_rank[own])
@@ -154,7 +158,7 @@ def check(
         of_shards: options of the ranks alone.
         options: of all calls.
     """
-    upstream = torch.linspace(-1, 1, len(arrays["target"])) if options.get("reduction") == "none" else None
+    upstream = torch.linspace(-1, 1, TOKENS, device=DEVICE) if options.get("reduction") == "none" else None
     function = partial(function, **options)
     exact, of_one = of_whole(function, arrays, frozen, budget, upstream)
     mine = {name: one if name == "weight" else part(one, rank, ranks) for name, one in arrays.items()}
@@ -170,9 +174,9 @@ def check(
         torch.testing.assert_close(one.detach(), want, atol=2e-3, rtol=2e-3, msg=lambda text, name=name: name + text)
     for name, gradient in found.gradients.items():
         parts: list[Any] = [None] * ranks
-        dist.all_gather_object(parts, gradient)
+        dist.all_gather_object(parts, gradient.cpu())
         factor = rounded if name == "input" else rounded_head
-        assert_errs_as_one(name, torch.cat(parts), exact.gradients[name], of_one.gradients[name], factor)
+        assert_errs_as_one(name, torch.cat(parts).to(DEVICE), exact.gradients[name], of_one.gradients[name], factor)
 
 
 def loss(input: Tensor, linear_weight: Tensor, target: Tensor, token_weight: Tensor, **options: Any) -> Arrays:
@@ -196,28 +200,40 @@ def check_gathered(rank: int, ranks: int) -> None:
 
 def check_gathered_options(rank: int, ranks: int) -> None:
     arrays, options = drawn(ranks), {"reduction": "sum", "z_loss_weight": 1e-3, "logit_scale": 0.7}
-    arrays["weight"] = torch.linspace(0.5, 1.5, len(arrays["linear_weight"]))
+    arrays["weight"] = torch.linspace(0.5, 1.5, len(arrays["linear_weight"]), device=DEVICE)
     check(with_stats, rank, ranks, arrays, softcap=3.0, **options)
 
 
 def check_gathered_smoothing(rank: int, ranks: int) -> None:
-    check(with_stats, rank, ranks, drawn(ranks, classes=300), label_smoothing=0.1, logit_scale=0.7, budget=110_000)
+    check(
+        with_stats,
+        rank,
+        ranks,
+        drawn(ranks, classes=300),
+        label_smoothing=0.1,
+        logit_scale=0.7,
+        budget=110_000 * MORE_BYTES,
+    )
 
 
 def check_gathered_float16(rank: int, ranks: int) -> None:
-    check(with_stats, rank, ranks, drawn(ranks, dtype=torch.float16))
+    arrays = drawn(ranks, dtype=torch.float16)
+    with core_triton.range_report() as report:
+        check(with_stats, rank, ranks, arrays)
+    assert report.rows == 2 * int((arrays["target"] != -100).sum())  # of one process, and of the ranks
+    assert 0 <= report.shifted_rows <= report.rows
 
 
 def check_gathered_token_loss(rank: int, ranks: int) -> None:
-    check(token_loss, rank, ranks, drawn(ranks), budget=90_000)
+    check(token_loss, rank, ranks, drawn(ranks), budget=90_000 * MORE_BYTES)
 
 
 def check_gathered_token_losses(rank: int, ranks: int) -> None:
-    check(token_loss, rank, ranks, drawn(ranks), budget=90_000, frozen=OF_HEAD, reduction="none")
+    check(token_loss, rank, ranks, drawn(ranks), budget=90_000 * MORE_BYTES, frozen=OF_HEAD, reduction="none")
 
 
 def check_gathered_one_gradient(rank: int, ranks: int) -> None:
-    check(loss, rank, ranks, drawn(ranks), frozen=("input",), budget=60_000)
+    check(loss, rank, ranks, drawn(ranks), frozen=("input",), budget=60_000 * MORE_BYTES)
 
 
 def check_gathered_split_head(rank: int, ranks: int) -> None:
@@ -236,7 +252,7 @@ def check_gathered_dtensors(rank: int, ranks: int) -> None:
     arrays = {name: one[:-3] for name, one in arrays.items()}
     arrays["linear_weight"], arrays["linear_bias"] = arrays["linear_weight"][:-1], arrays["linear_bias"][:-1]
     arrays["target"] = arrays["target"].clamp(max=len(arrays["linear_bias"]) - 1)
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(DEVICE, (ranks,))
     exact, of_one = of_whole(loss, arrays, (), BUDGET, None)
     mine: Any = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in arrays.items()}
     call = partial(loss, implementation="triton", memory_budget=BUDGET, gather="tokens")
