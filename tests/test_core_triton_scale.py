@@ -61,6 +61,11 @@ INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
 
 
+# Of four ranks. More checks of tokens that are gathered chunk by chunk are those of two ranks.
+OF_FOUR = ("check:gathered", "check:gathered_dtensors", "check:gathered_few_classes")
+FOUR_BY_KERNELS = python("torch_ranks.py", "4", "triton", *OF_FOUR)
+
+
 def assert_passed(result: dict[str, Any]) -> None:
     assert not result.get("failure"), result["failure"]
     assert all(share <= 100 for share in result.get("used", {}).values()), result["used"]
@@ -79,9 +84,15 @@ def test_four_ranks_give_the_loss_and_the_gradients_of_one(request_: str, printe
     assert_passed(printed[request_])
 
 
-@pytest.mark.programs(BY_KERNELS, seconds=15)
+@pytest.mark.programs(BY_KERNELS, seconds=25)
 @pytest.mark.parametrize("request_", INTERPRETED)
 def test_two_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
+    assert_passed(printed[request_])
+
+
+@pytest.mark.programs(FOUR_BY_KERNELS, seconds=8)
+@pytest.mark.parametrize("request_", OF_FOUR)
+def test_four_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
     assert_passed(printed[request_])
 
 
