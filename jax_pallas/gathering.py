@@ -2,7 +2,9 @@
 all, or the rows of the head of all.
 
     "tokens"  each device computes the loss of the tokens of all devices for its classes (`vocab_shard.py`), and takes
-              the results and the rows of d_input of its own tokens. d_weight stays where it is.
+              the results of its own tokens. d_weight stays where it is. Targets and other numbers of the tokens are
+              gathered before the rule. The plan decides how rows of the input are: `scaled_exp` gathers those of a
+              chunk at a time (`token_slices.py`). All other plans gather all of them (`of_all_rows`).
     "head"    each device computes the loss of its tokens for the whole head, which is gathered in its own dtype before
               the forward rule. The rule sums d_weight over the devices in float32, and each keeps the rows of its
               shard (`Devices.sum_of_head`): a reduce-scatter. The backward rule scales the shard.
@@ -17,8 +19,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal
 
+from jax_pallas import vocab_shard
 from jax_pallas.devices import Devices, aligned
 from jax_pallas.options import Arrays, Options, TokenOptions
+from jax_pallas.problem import Gradients, Problem
 
 Static = Options | TokenOptions
 
@@ -60,12 +64,13 @@ def on_devices(
 
 
 def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
-    """Runs an operator on the tokens of all devices of `gather_axes`. Returns the results of this device's tokens."""
-    devices, tokens = static.devices, arrays[0].shape[0]
+    """Runs an operator on the tokens of all devices of `gather_axes`, of which it gathers the rows of the input itself.
+    Returns the results of this device's tokens."""
+    devices = static.devices
     axes = devices.gather_axes
     others = tuple(axis for axis in devices.token_axes if axis not in axes)
-    options = replace(_options(static), devices=devices._replace(token_axes=others, gather_axes=()))
-    rows = [0, 2, 3]
+    options = replace(_options(static), devices=devices._replace(token_axes=others))
+    rows = [2, 3]
     if isinstance(static, TokenOptions):
         rows += range(options.count, options.count + static.per_token)
     inner: Static = replace(static, options=options) if isinstance(static, TokenOptions) else options
@@ -73,13 +78,32 @@ def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
     def gathered(index: int, array: Array) -> Array:
         return cast(Array, lax.all_gather(array, axes, tiled=True, to="invarying")) if index in rows else array
 
-    def own(result: Array) -> Array:
-        if result.ndim != 1:  # a loss, or a sum of grad_into
-            return result
-        return lax.dynamic_slice_in_dim(result, lax.axis_index(axes) * tokens, tokens)
-
     results = operator(inner, *(gathered(index, array) for index, array in enumerate(arrays)))
-    return tuple(map(own, results))
+    # Not a loss, or a sum of grad_into.
+    return tuple(own_rows(devices, result) if result.ndim == 1 else result for result in results)
+
+
+def own_rows(devices: Devices, rows: Array) -> Array:
+    """Returns this device's part of rows of all devices that divide the tokens, which have the same."""
+    if devices.token_parts == 1:
+        return rows
+    size = rows.shape[0] // devices.token_parts
+    return lax.dynamic_slice_in_dim(rows, lax.axis_index(devices.gather_axes) * size, size)
+
+
+def of_all_rows(problem: Problem) -> Problem:
+    """Returns a problem whose input has the rows of all devices, which are gathered if it has those of one."""
+    if problem.devices.token_parts == 1:
+        return problem
+    x = vocab_shard.rows_of_all(problem.devices, problem.input)
+    return replace(problem, input=x, devices=problem.devices._replace(gather_axes=()))
+
+
+def own_gradients(devices: Devices, problem: Problem, gradients: Gradients) -> Gradients:
+    """Returns gradients with the rows of d_input of this device, where `of_all_rows` has gathered the input."""
+    if gradients.d_input is None or problem.devices.token_parts == devices.token_parts:
+        return gradients
+    return gradients._replace(d_input=own_rows(devices, gradients.d_input))
 
 
 def with_whole_head(rule: Any) -> Any:

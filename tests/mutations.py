@@ -577,6 +577,7 @@ RANKS_BY_KERNELS = tests("core_triton_scale", "by_the_kernels")
 JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
 JAX_SUMS = tests("jax_pallas_sharded", "sums")
 JAX_SHARDED = tests("jax_pallas_sharded", "fsdp or rule")
+JAX_TOKEN_SLICES = tests("jax_pallas_shard_rows", "tokens")
 JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
@@ -638,12 +639,31 @@ SCALE = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "total = vocab_shard.sum_of_d_input(of_shard.problem.devices, part)",
+        "total = sums(of_shard.problem.devices, part)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
-    Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),
+    Mutation(
+        "jax_pallas/token_slices.py",
+        "chunk.start + lax.axis_index(self.devices.gather_axes) * own.size",
+        "chunk.start",
+        JAX_TOKEN_SLICES,
+    ),
+    Mutation("jax_pallas/token_slices.py", "_to_tokens(problem, numbers)", "numbers", JAX_TOKEN_SLICES),
+    Mutation(
+        "jax_pallas/token_slices.py",
+        "_to_chunks(problem, one) for one in hook",
+        "one for one in hook",
+        JAX_TOKEN_SLICES,
+    ),
+    Mutation("jax_pallas/scaled_exp.py", "token_slices.scaled(x, rho, d_weight)", "x, d_weight", JAX_TOKEN_SLICES),
+    Mutation(
+        "jax_pallas/vocab_shard.py",
+        "all_sum(devices, d_input.astype(devices.reduce_dtype))",
+        "all_sum(devices, d_input)",
+        JAX_SHARDS,
+    ),
     Mutation(
         "jax_pallas/problem.py",
         "        if self.masks_classes and vocab_chunk.fresh",
@@ -659,7 +679,7 @@ SCALE = (
         tests("jax_pallas_sharded", "fsdp and tokens"),
     ),
     Mutation("jax_pallas/devices.py", "tokens * number < classes", "tokens < classes", JAX_SHARDED),
-    Mutation("jax_pallas/gathering.py", "lax.axis_index(axes) * tokens", "0 * tokens", JAX_SHARDED),
+    Mutation("jax_pallas/gathering.py", "lax.axis_index(devices.gather_axes) * size", "0 * size", JAX_SHARDED),
     Mutation(
         "jax_pallas/gathering.py",
         "found[place] = total(static, found[place], into)",
@@ -670,7 +690,7 @@ SCALE = (
     Mutation("jax_pallas/sharded.py", "into + lax.psum(of_devices, axes)", "lax.psum(of_devices, axes)", JAX_SUMS),
     Mutation("jax_pallas/gathering.py", "grad_into + lax.psum_scatter(", "lax.psum_scatter(", JAX_SUMS),
     Mutation("jax_pallas/sharded.py", "if name not in tokens)", "if name)", tests("jax_pallas_sharded", "explicit")),
-    Mutation("jax_pallas/primitives.py", "axes.varying - _vocab_axes(static)", "axes.varying", JAX_SHARDS),
+    Mutation("jax_pallas/primitives.py", "axes.varying - names", "axes.varying", JAX_SHARDS),
     Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),
     Mutation("jax_pallas/row_math.py", "devices.sum(denominator)", "denominator", JAX_TOKEN_AXES),
     Mutation(
@@ -1323,8 +1343,10 @@ FLOAT16 = (
         JAX_OF_PIECES,
     ),
     Mutation("jax_pallas/float16.py", "power_of_two(exponent) * head", "power_of_two(exponent)", JAX_FITS),
-    Mutation("jax_pallas/plan.py", "fits_float16 and key.d_weight and not multiplies", "False", JAX_FITS_PARTS),
-    Mutation("jax_pallas/plan.py", "0 if multiplies or fits_float16 or", "0 if multiplies or", JAX_FITS_PARTS),
+    Mutation(
+        "jax_pallas/plan.py", "(fits_float16 or in_parts) and key.d_weight and not multiplies", "False", JAX_FITS_PARTS
+    ),
+    Mutation("jax_pallas/plan.py", "if multiplies or fits_float16 or", "if multiplies or", JAX_FITS_PARTS),
     Mutation(
         "jax_pallas/tile_config.py", "max(sums, of_d_input, of_d_weight)", "max(sums, of_d_input)", JAX_FITS_PARTS
     ),
@@ -1344,12 +1366,7 @@ FLOAT16 = (
         "pass",
         tests("jax_pallas_kernels", "float16_are_shifted"),
     ),
-    Mutation(
-        "jax_pallas/scaled_exp.py",
-        "matmul(part.of(e, 1), jnp.float32) * power",
-        "matmul(part.of(e, 1), jnp.float32)",
-        JAX_FITS_XLA,
-    ),
+    Mutation("jax_pallas/scaled_exp.py", "update = update if power is None else update * power", "pass", JAX_FITS_XLA),
     Mutation("jax_pallas/scaled_exp.py", "update = update + part.of(total, axis)", "pass", JAX_FITS_XLA),
     Mutation(
         "jax_pallas/scaled_exp.py",
