@@ -22,7 +22,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax_pallas import vocab_shard
 from jax_pallas.devices import Devices, aligned
 from jax_pallas.options import Arrays, Options, TokenOptions
-from jax_pallas.problem import Gradients, Problem
+from jax_pallas.problem import Gradients, NeedsGrad, Problem
 
 Static = Options | TokenOptions
 
@@ -99,11 +99,34 @@ def of_all_rows(problem: Problem) -> Problem:
     return replace(problem, input=x, devices=problem.devices._replace(gather_axes=()))
 
 
-def own_gradients(devices: Devices, problem: Problem, gradients: Gradients) -> Gradients:
-    """Returns gradients with the rows of d_input of this device, where `of_all_rows` has gathered the input."""
-    if gradients.d_input is None or problem.devices.token_parts == devices.token_parts:
-        return gradients
-    return gradients._replace(d_input=own_rows(devices, gradients.d_input))
+def are_complete(devices: Devices, input: Array) -> bool:
+    """Returns whether the gradients of the head of a call whose tokens are gathered are complete on each device when
+    they are computed, and are rounded then. Those of float16 are multiplied by powers of two before."""
+    return devices.token_parts > 1 and not devices.token_axes and input.dtype == jnp.bfloat16
+
+
+def with_float32_sums(problem: Problem, needs_grad: NeedsGrad) -> Problem:
+    """Returns a problem whose gradients of the head are summed in float32 before they are rounded, where devices have
+    different tokens."""
+    if not problem.devices.sums_in_float32:
+        return problem
+    b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
+    if needs_grad.d_weight and into is None:
+        into = jnp.zeros(w.shape, jnp.float32)
+    return replace(problem, linear_bias=None if b is None else b.astype(jnp.float32), grad_into=into)
+
+
+def own_gradients(options: Options, arrays: Arrays, problem: Problem, gradients: Gradients) -> Gradients:
+    """Returns the gradients of this device, where `of_all_rows` may have gathered the input."""
+    devices, named = options.devices, options.named(arrays)
+    d_input, d_weight, d_bias = gradients
+    if d_input is not None and problem.devices.token_parts != devices.token_parts:
+        d_input = own_rows(devices, d_input)
+    if are_complete(devices, problem.input):
+        if d_weight is not None and not options.has_grad_into:
+            d_weight = d_weight.astype(named["linear_weight"].dtype)
+        d_bias = None if d_bias is None else d_bias.astype(named["linear_bias"].dtype)
+    return Gradients(d_input, d_weight, d_bias)
 
 
 def with_whole_head(rule: Any) -> Any:

@@ -37,7 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, launch, row_math, vocab_shard
-from jax_pallas.gathering import of_all_rows, on_devices, own_gradients, own_rows
+from jax_pallas.gathering import are_complete, of_all_rows, on_devices, own_gradients, own_rows, with_float32_sums
 from jax_pallas.launch import Lowering
 from jax_pallas.options import Arrays, Options, TokenOptions
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
@@ -454,7 +454,7 @@ def _plan_a(
         losses, found, gradients = chunked.loss_and_gradients(
             tiles_of(plan), problem, plan.chunk_config, needs_grad, scales, statistics
         )
-    gradients = own_gradients(options.devices, problem, gradients)
+    gradients = own_gradients(options, arrays, problem, gradients)
     return losses, present_statistics(found, options.statistics), gradients, scales
 
 
@@ -495,7 +495,7 @@ def _token_plan_a(
         )
         log_prob = None if found is None or found.nll is None else 0.0 - found.nll
     stats = () if log_prob is None else _stats(token, log_prob, problem.row_weight, found)
-    return rows, stats, own_gradients(token.devices, problem, gradients), scales
+    return rows, stats, own_gradients(token.options, of_call, problem, gradients), scales
 
 
 @opaque("linear_ce_token_values")
@@ -545,7 +545,7 @@ def gradients_of_rows(
         options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
     )
     gradients = chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
-    return own_gradients(options.devices, problem, gradients)
+    return own_gradients(options, arrays, problem, gradients)
 
 
 @opaque("linear_ce_gradients")
@@ -562,7 +562,7 @@ def _gradients(
     problem = make_problem("gradients", options, arrays, needs_grad, lowering, entropy=entropy)
     plan = plan_of(problem)
     gradients = chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
-    return own_gradients(options.devices, problem, gradients)
+    return own_gradients(options, arrays, problem, gradients)
 
 
 def forward_problem(options: Options, arrays: Sequence[Array], lowering: Lowering | None = None) -> Problem:
@@ -601,26 +601,31 @@ def make_problem(
     problem = Problem(**options.named(arrays), **shared, devices=options.devices)
     offset = vocab_shard.first_class(options.devices, problem.linear_weight.shape[options.vocab_axis])
     problem = replace(problem, vocab_offset=offset)
-    if options.devices.sums_in_float32:  # the gradients of the head are summed in float32 before they are rounded
-        b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
-        if needs_grad.d_weight and into is None:
-            into = jnp.zeros(w.shape, jnp.float32)
-        problem = replace(problem, linear_bias=None if b is None else b.astype(jnp.float32), grad_into=into)
     implementation = implementation_of(options, arrays, lowering)
-    plan = plan_for(
-        problem,
-        stage,
-        options.memory_budget,
-        implementation,
-        needs_grad,
-        launch.device_info(implementation, launch.traced_platform() if lowering is None else lowering.platform),
-        statistics=statistics,
-        entropy=entropy,
-        # Where no implementation is named, it is known only when the call is lowered.
-        batch_invariant=options.batch_invariant and (options.implementation, lowering) != (None, None),
-    )
-    plan.check_named(options.implementation)
-    problem = replace(problem, plan=plan)
+    device = launch.device_info(implementation, launch.traced_platform() if lowering is None else lowering.platform)
+
+    def planned(problem: Problem) -> Problem:
+        plan = plan_for(
+            problem,
+            stage,
+            options.memory_budget,
+            implementation,
+            needs_grad,
+            device,
+            statistics=statistics,
+            entropy=entropy,
+            # Where no implementation is named, it is known only when the call is lowered.
+            batch_invariant=options.batch_invariant and (options.implementation, lowering) != (None, None),
+        )
+        plan.check_named(options.implementation)
+        return replace(problem, plan=plan)
+
+    complete = are_complete(options.devices, problem.input)
+    if complete:
+        problem = planned(problem)
+    if not complete or plan_of(problem).path != "scaled_exp":
+        problem = planned(with_float32_sums(problem, needs_grad))
+    plan = plan_of(problem)
     if lowering is not None and not (options.devices.replicated or is_one_chunk(problem)):
         launch.check_devices(plan.implementation, lowering.devices)
     return problem if plan.path == "scaled_exp" else of_all_rows(problem)

@@ -307,8 +307,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     hopper = key.implementation == "mosaic"
     takes_head = not casts_head or key.splits_head  # the kernels of scaled exponentials
     multiplies = hopper and takes_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
-    in_parts = key.token_parts > 1 and not hopper  # XLA adds to a float32 d_weight, a few classes at a time
-    if (key.grad_into and not in_parts) or (hopper and key.splits_head):
+    if key.grad_into or (hopper and key.splits_head):
         # XLA's GEMM of the first chunk would not add in place, and TMA adds to float32 rows in tiles of 8 rows.
         stores = multiplies and (key.vocab_axis == 1 or vocab % 8 == 0)
         multiplies = stores
@@ -401,10 +400,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             scratch=scratch,
             splits_head=key.splits_head,
             programs=key.device.multiprocessors or 1,
-            second_d_weight=0
-            if multiplies or fits_float16 or in_parts or not key.d_weight
-            else w.itemsize * hidden * vocab,
-            scales_d_weight=(fits_float16 or in_parts) and key.d_weight and not multiplies,
+            second_d_weight=0 if multiplies or fits_float16 or not key.d_weight else w.itemsize * hidden * vocab,
+            scales_d_weight=fits_float16 and key.d_weight and not multiplies,
             # Numbers of the rows, and the sample of the head with its bias.
             copied=fits_float16 * (40 * tokens + tile_config.CLASS_BLOCK * (2 * x.itemsize * hidden + 8))
             + (key.shards > 0) * SHARD_ROW * tokens,

@@ -290,6 +290,8 @@ def _run(
         assert rows.theta is not None
         if slices is None:
             d_weight, d_bias = _add_targets(problem, rows.target, rows.row_weight, rows.theta, d_weight, d_bias)
+        else:
+            d_weight, d_bias = slices.add_targets(rows, d_weight, d_bias)
         if smoothing is not None:
             d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
         if d_weight is not None and problem.grad_into is None:
@@ -418,7 +420,7 @@ def _chunk(
     if hook is not None:
         rows, of_tokens = _call_token_loss(problem, hook, rows, numbers, chunk, place, size, statistics)
     fits = plan_of(problem).fits_float16
-    of_x = x if scales_x and not fits and slices is None else None
+    of_x = x if scales_x and not fits else None
     rows, found, scaled, rho = row_kernels.finish_rows(numbers, rows, place, size, of_x, by_row=by_row)
     e, power = found.e, None
     smooth = None  # the terms of d_input, if they are added before it is rounded
@@ -565,12 +567,6 @@ def _add_gradients(
         part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
         sums = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
         total = sums(of_shard.problem.devices, part)
-    if slices is not None and (d_weight is not None or d_bias is not None):
-        assert rows.theta is not None
-        target, row_weight, theta = (chunk.of(numbers) for numbers in (rows.target, rows.row_weight, rows.theta))
-        d_weight, d_bias = _add_targets(slices.of_chunk(chunk, x), target, row_weight, theta, d_weight, d_bias)
-        if d_weight is not None:
-            x, d_weight = token_slices.scaled(x, rho, d_weight)
     if d_weight is not None:
         started = smooth is not None or problem.grad_into is not None
         d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first, started=started)
@@ -654,14 +650,13 @@ def _add_d_weight(
         pair = (of_e, scaled) if axis == 0 else (scaled, of_e)
         return lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
 
-    if power is None and problem.grad_into is None:
+    if power is None:
         update = matmul(e, d_weight.dtype)
         return d_weight + update if adds else update
 
     # float16 does not hold the sum before it is multiplied by the power of two. It is in float32, of a few classes.
     def body(total: Array, part: Slice) -> tuple[Array, None]:
-        update = matmul(part.of(e, 1), jnp.float32)
-        update = update if power is None else update * power
+        update = matmul(part.of(e, 1), jnp.float32) * power
         if adds:
             if part.fresh is not None:
                 update = jnp.where(jnp.expand_dims(part.fresh, 1 - axis), update, 0.0)

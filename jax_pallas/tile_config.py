@@ -390,7 +390,7 @@ def choose_scaled_exp(
         programs: multiprocessors, where `hopper`.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
-        scales_d_weight: d_weight is a float32 matmul of XLA, a few classes at a time, times a power of two or not.
+        scales_d_weight: d_weight is a float32 matmul of XLA, a few classes at a time, times a power of two.
         copied: bytes of copies and of other numbers of the rows.
         exchanged: bytes of a row of a chunk for what devices exchange that divide the vocabulary.
         token_parts: devices that each have as many rows of a chunk, and gather those of the next chunk beside it.

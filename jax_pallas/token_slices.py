@@ -8,10 +8,11 @@ of the input or of d_input. What the devices exchange, besides what they do for 
     beside the logits of a chunk     the rows of the input of the next one, (n, D)
     with its numbers                 the reference exponents of these rows, by the targets' logits
     beside its matmul of d_weight    d_input of the chunk: each device gets the sum of its own rows
+    at the end                       the rows of the input once more, for the targets' terms of d_weight, as many at a
+                                     time as the memory of the exponentials holds
 
-The targets' terms of d_weight need rows of the input, so they are added chunk by chunk. Each addition would be rounded:
-in bfloat16 the error of d_weight would double in eight chunks. So d_weight is a float32 sum, rounded when it is
-complete.
+If the targets' terms were added with each chunk, they would make d_weight large before other chunks are added, and each
+of these would round it: eight chunks of bfloat16 double the error of d_weight.
 """
 
 from dataclasses import replace
@@ -21,12 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import row_kernels, vocab_shard
+from jax_pallas import row_kernels, target_grad, vocab_shard
 from jax_pallas.devices import Devices
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import CallRows
 from jax_pallas.row_math import RowStatistics
-from jax_pallas.slicing import Slice
+from jax_pallas.slicing import Slice, over_slices
+from jax_pallas.tile_config import cdiv, padded
 from jax_pallas.token_hook import TokenHook, TokenRows
 
 
@@ -56,8 +58,8 @@ class TokenSlices(NamedTuple):
         return GatheredChunk(x, vocab_shard.all_sum(self.devices, self._place(rows, chunk, x)))
 
     def next(self, chunk: Slice, *, first: bool) -> Slice | None:
-        """Returns the chunk after this one, None if it is the last that is computed. In a loop, whose chunks are alike,
-        that is followed by itself."""
+        """Returns the chunk after this one, or None after the last. In a loop, whose chunks all do the same, the last one
+        comes after the last one: its rows are gathered for nothing."""
         config, tokens = plan_of(self.problem).scaled_exp_config, self.problem.tokens
         full, start = config.last_start(tokens), 0 if first else chunk.start + config.rows
         if isinstance(start, int):
@@ -77,14 +79,41 @@ class TokenSlices(NamedTuple):
         own, rows = lax.optimization_barrier((self._place(rows, chunk, x), rows))
         return GatheredChunk(x, vocab_shard.all_sum(self.devices, own)), rows
 
-    def of_chunk(self, chunk: Slice, x: Array) -> Problem:
-        """Returns the problem of a chunk alone, whose rows of the input are x (n, D)."""
-        target, row_weight = chunk.of(self.problem.target), chunk.of(self.problem.row_weight)
-        return replace(self.problem, input=x, target=target, row_weight=row_weight)
-
     def put(self, held: Array, chunk: Slice, d_input: Array) -> Array:
         """Writes this device's rows of d_input of a chunk."""
         return self._own(chunk).put(held, d_input)
+
+    def add_targets(
+        self, rows: CallRows, d_weight: Array | None, d_bias: Array | None
+    ) -> tuple[Array | None, Array | None]:
+        """Adds the targets' terms of all rows to the gradients of the head: (33)."""
+        problem, parts, classes = self.problem, self.parts, self.problem.classes
+        assert rows.theta is not None
+        if d_bias is not None:
+            of_rows = rows.target, rows.row_weight, rows.theta
+            target, _, theta = target_grad.sort_by_target(*of_rows, problem.tokens, classes)
+            d_bias = target_grad.add_target_sums(d_bias, target, theta)
+        if d_weight is None:
+            return None, d_bias
+        whole, (own_rows, hidden) = replace(problem, devices=self.devices), problem.input.shape
+        of_devices = [
+            _to_tokens(whole, one).reshape(parts, own_rows) for one in (rows.target, rows.row_weight, rows.theta)
+        ]
+
+        def body(d_weight: Array, piece: Slice) -> tuple[Array, None]:
+            own, d_weight = lax.optimization_barrier((piece.of(problem.input), d_weight))
+            target, row_weight, theta = (piece.of(one, 1) for one in of_devices)
+            if piece.fresh is not None:
+                row_weight = jnp.where(piece.fresh, row_weight, 0.0)
+            target, row_weight, theta = (one.reshape(-1) for one in (target, row_weight, theta))
+            of_piece = target_grad.sort_by_target(target, row_weight, theta, parts * piece.size, classes)
+            x = vocab_shard.rows_of_all(self.devices, own)
+            return target_grad.add_targets(d_weight, x, *of_piece, classes=classes, vocab_axis=problem.vocab_axis), None
+
+        # As equal pieces as possible: the last one may overlap the one before.
+        most = max(1, plan_of(problem).scaled_exp_config.rows * padded(classes) // (parts * hidden))
+        pieces = cdiv(own_rows, most)
+        return over_slices(body, d_weight, own_rows, cdiv(own_rows, pieces))[0], d_bias
 
     def _own(self, chunk: Slice) -> Slice:
         start, parts = chunk.start, self.parts
@@ -152,10 +181,3 @@ def _to_tokens(problem: Problem, numbers: Array) -> Array:
     chunks = numbers[: parts * full].reshape(full // rows, parts, rows).swapaxes(0, 1)
     last = numbers[parts * full : problem.tokens].reshape(parts, -1)
     return jnp.concatenate([chunks.reshape(parts, full), last], 1).reshape(-1)
-
-
-def scaled(x: Array, rho: Array, d_weight: Array) -> tuple[Array, Array]:
-    """Returns the rows x (n, D) times rho, rounded once, in their memory once d_weight has read them; and d_weight."""
-    x, d_weight = lax.optimization_barrier((x, d_weight))
-    rho = rho[: len(x), None]
-    return jnp.where(rho == 0, 0.0, x.astype(jnp.float32) * rho).astype(x.dtype), d_weight

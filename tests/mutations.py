@@ -657,7 +657,7 @@ SCALE = (
         "one for one in hook",
         JAX_TOKEN_SLICES,
     ),
-    Mutation("jax_pallas/scaled_exp.py", "token_slices.scaled(x, rho, d_weight)", "x, d_weight", JAX_TOKEN_SLICES),
+    Mutation("jax_pallas/token_slices.py", "jnp.where(piece.fresh, row_weight, 0.0)", "row_weight", JAX_TOKEN_SLICES),
     Mutation(
         "jax_pallas/vocab_shard.py",
         "all_sum(devices, d_input.astype(devices.reduce_dtype))",
@@ -703,7 +703,7 @@ SCALE = (
         "jax_pallas/ops.py", "gradient if scale is None else gradient / scale, named", "gradient, named", JAX_TOKEN_AXES
     ),
     Mutation("jax_pallas/ops.py", "token.devices.sum_of_shared(d, array)", "d", JAX_TOKEN_AXES),
-    Mutation("jax_pallas/ops.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/gathering.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
     Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
     Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
     Mutation("jax_pallas/problem.py", 'if plan.path != "chunked" or ', "if ", JAX_SCALE),
@@ -1343,10 +1343,8 @@ FLOAT16 = (
         JAX_OF_PIECES,
     ),
     Mutation("jax_pallas/float16.py", "power_of_two(exponent) * head", "power_of_two(exponent)", JAX_FITS),
-    Mutation(
-        "jax_pallas/plan.py", "(fits_float16 or in_parts) and key.d_weight and not multiplies", "False", JAX_FITS_PARTS
-    ),
-    Mutation("jax_pallas/plan.py", "if multiplies or fits_float16 or", "if multiplies or", JAX_FITS_PARTS),
+    Mutation("jax_pallas/plan.py", "fits_float16 and key.d_weight and not multiplies", "False", JAX_FITS_PARTS),
+    Mutation("jax_pallas/plan.py", "0 if multiplies or fits_float16 or", "0 if multiplies or", JAX_FITS_PARTS),
     Mutation(
         "jax_pallas/tile_config.py", "max(sums, of_d_input, of_d_weight)", "max(sums, of_d_input)", JAX_FITS_PARTS
     ),
@@ -1366,7 +1364,12 @@ FLOAT16 = (
         "pass",
         tests("jax_pallas_kernels", "float16_are_shifted"),
     ),
-    Mutation("jax_pallas/scaled_exp.py", "update = update if power is None else update * power", "pass", JAX_FITS_XLA),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "matmul(part.of(e, 1), jnp.float32) * power",
+        "matmul(part.of(e, 1), jnp.float32)",
+        JAX_FITS_XLA,
+    ),
     Mutation("jax_pallas/scaled_exp.py", "update = update + part.of(total, axis)", "pass", JAX_FITS_XLA),
     Mutation(
         "jax_pallas/scaled_exp.py",

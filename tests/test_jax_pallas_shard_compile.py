@@ -160,17 +160,18 @@ def test_tokens_are_gathered_beside_the_chunk_before(
     shards: int, n: int, shape: tuple[int, int], vocab_axis: int, tmp_path: Path
 ) -> None:
     """The rows of the input of a chunk arrive beside the matmul of the logits of the one before, and d_input is summed
-    beside the matmul of d_weight. No device has the rows of all tokens."""
+    beside the matmul of d_weight. No device has the rows of d_input of all tokens, or, in a long call, of the input."""
     d, rows = shape[0], shape[1] // shards
     program = {"mode": "tokens", "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
     [found] = compile_all([program], tmp_path)
-    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + 4 * d * rows  # the float32 sum of d_weight
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
     names = found["operations"]
     chunks = Counter(names)["d_weight"]
     assert chunks > 1
     assert [Counter(names)[name] for name in MATMULS] == [chunks] * 3
     assert not [name for name in names if "gemm" in name or name.startswith("dot")]
-    assert not [name for name in names if re.search(rf"\[{n},{d}\]|\b{rows}\b", name)]
+    whole = rf"f32\[{n},{d}\]" if shards == 2 else rf"\[{n},{d}\]"
+    assert not [name for name in names if re.search(rf"{whole}|\b{rows}\b", name)]
 
     def beside(start: str, done: str) -> list[set[str]]:
         """Returns which matmuls run beside each exchange of rows."""
@@ -179,10 +180,10 @@ def test_tokens_are_gathered_beside_the_chunk_before(
         return [{*MATMULS} & {*names[index:end]} for index, end in zip(begun, ends, strict=True)]
 
     assert beside("reduce-scatter", "reduce-scatter-done") == [{"d_weight"}] * chunks
-    gathers = beside("all-gather", "all-gather-done")
-    # Nothing runs beside the first gather, and in a call of small chunks perhaps the second.
-    assert gathers.count({"exponentials"}) >= len(gathers) - 2
-    assert len([one for one in gathers if one]) >= chunks - 2
+    gathers = [one for one in beside("all-gather", "all-gather-done") if one]
+    # Nothing runs beside the first one, beside the second perhaps where chunks are small, and beside those at the end.
+    assert gathers == [{"exponentials"}] * len(gathers)
+    assert len(gathers) >= chunks - 2 + (chunks == 2)
     check_kernels(tmp_path, *MATMULS, *(f"{name}_kernel" for name in ("pick", "own_numbers", "finish_rows", "repair")))
 
 
