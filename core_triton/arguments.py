@@ -112,6 +112,7 @@ class Groups(NamedTuple):
     token_group: Any = None
     reduce_dtype: torch.dtype = torch.float32
     check_agreement: bool = False
+    rank_tokens: int = 0  # see `groups.Options`
 
 
 def decide(
@@ -221,6 +222,9 @@ def prepare(
         if linear_bias is not None and linear_bias.dtype != torch.float32:
             linear_bias = named["linear_bias"] = linear_bias.to(compute)
     device, infos = input.device, []
+    shape = input.shape  # of the input of all ranks, where they have different tokens
+    if groups.rank_tokens:
+        shape = torch.Size((groups.vocab_group.size() * groups.rank_tokens, input.shape[-1]))
     for name, tensor in named.items():
         if tensor is None:
             continue
@@ -228,7 +232,7 @@ def prepare(
             raise ValueError(f"{name} must be on input's device {device}, got {tensor.device}")
         if name in _CONSTANT and tensor.requires_grad:
             raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
-        infos.append((name, tensor.shape, tensor.dtype))
+        infos.append((name, shape if name == "input" else tensor.shape, tensor.dtype))
     checked = decide if compiling else _cached_decide
     how = memory_budget, implementation, batch_invariant, saved_budget
     name, rank, ranks, reduce_dtype = of_vocab_group(groups)
@@ -239,14 +243,16 @@ def prepare(
     if not compiling and (groups.vocab_group is not None or groups.token_group is not None):
         differentiated = tuple(one is not None and one.requires_grad for one in (input, linear_weight, linear_bias))
         given = {
-            "the shapes and dtypes of input and target": (input.shape, input.dtype, target.shape, target.dtype),
+            "the shapes and dtypes of input and target": (shape, input.dtype, target.shape, target.dtype),
             "linear_weight's dtype": linear_weight.dtype,
             "reduction": spec.reduction,
             "the other options": (replace(spec, reduction="sum"), classes, found.shard_rows, str(reduce_dtype)),
             "which arguments require grad": (torch.is_grad_enabled(), *differentiated, grad_into is not None),
             "memory_budget": found.memory_budget,
             "implementation": found.implementation,
-            "how kernels can read input and linear_weight": _readable(found.implementation, flat, linear_weight),
+            "how kernels can read input and linear_weight": _readable(
+                found.implementation, *([] if groups.rank_tokens else [flat]), linear_weight
+            ),
         }
         _compare(groups, given)
     if groups.token_group is not None:
@@ -274,6 +280,7 @@ def prepare(
             found.offset,
             found.shard_rows,
             reduce_dtype,
+            int(groups.rank_tokens),
         ),
         check_grad_into(grad_into, input, linear_weight),
     )

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import vocab_shard
+from core_triton.gathered_tokens import gathered_tokens, own_tokens
 
 Gather = Literal["tokens", "head"]
 
@@ -361,21 +362,22 @@ def _with_all_tokens(
     """Runs a call on the tokens of all ranks of a group, at most `most` of each, each with its shard of the head.
     Returns results by token of this rank's, and numbers of all tokens."""
     given, ignore_index = dict(local), local.get("ignore_index", -100)
-    shape = given["target"].shape
+    shape, x = given["target"].shape, given["input"]
+    given["input"] = x.reshape(-1, x.shape[-1])
     fill: dict[str, Any] = {"target": ignore_index}
-    for name in (*OF_TOKENS, "per_token"):
+    for name in ("target", "token_weight", "per_token"):
         if given.get(name) is None:
             continue
         value = given[name]
         ones = value if name == "per_token" else (value,)
         made = tuple(gathered_tokens(one, group, most, len(shape), fill.get(name, 0)) for one in ones)
         given[name] = made if name == "per_token" else made[0]
-    found = _call(function, given, vocab_group=group, vocab_size=classes)
+    found = _call(function, given, vocab_group=group, vocab_size=classes, sequence_parallel=most)
 
     def own(one: Tensor) -> Tensor:
         if one.ndim == 0:
             return one
-        return cast(Tensor, _OwnTokens.apply(one, group, most, shape.numel())).reshape(shape)
+        return own_tokens(one, group, most, shape.numel()).reshape(shape)
 
     return _mapped(own, found)
 
@@ -390,43 +392,6 @@ def _most_tokens(x: Any, group: "dist.ProcessGroup") -> int:
             first = 0 if mesh.get_group(index) is group else mesh.get_local_rank(index)
             sizes[place.dim] = max(min(most, size - most * first), 0)
     return math.prod(sizes[:-1])
-
-
-def gathered_tokens(value: Tensor, group: "dist.ProcessGroup", most: int, axes: int, fill: float) -> Tensor:
-    """Returns an array of tokens, whose first `axes` axes are those of tokens, of all ranks, (ranks * most, ...). Ranks
-    with fewer tokens have `fill`."""
-    return cast(Tensor, _GatheredTokens.apply(value.reshape(-1, *value.shape[axes:]), group, most, fill))
-
-
-class _GatheredTokens(torch.autograd.Function):
-    """The backward pass takes this rank's rows of a gradient that is whole on each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any, most: int, fill: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.place = slice(group.rank() * most, group.rank() * most + len(value))
-        if len(value) < most:
-            rest = value.new_full((most - len(value), *value.shape[1:]), fill)
-            value = torch.cat([value, rest])
-        return vocab_shard.gather(value.contiguous(), group.size(), group.group_name)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient[ctx.place], None, None, None
-
-
-class _OwnTokens(torch.autograd.Function):
-    """This rank's results of those of all tokens. The backward pass gathers the upstream gradients of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any, most: int, tokens: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.most = group, most
-        return value[group.rank() * most :][:tokens].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        whole = gradient.new_zeros(ctx.most)
-        whole[: len(gradient)] = gradient
-        return vocab_shard.gather(whole, ctx.group.size(), ctx.group.group_name), None, None, None
 
 
 def gathered_head(local: Tensor, group: "dist.ProcessGroup", rows: int, *, mean: bool) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from core_triton.problem import NO_GRADIENTS, NeedsGrad
-from core_triton.vocab_shard import VocabShard
+from core_triton.vocab_shard import VocabShard, own_tokens
 from linear_ce.spec import LossSpec
 
 
@@ -60,15 +60,23 @@ class Options(NamedTuple):
     vocab_offset: int = 0  # class index of the first row of this rank's shard
     shard_rows: int = 0  # of the largest shard
     reduce_dtype: str = "float32"  # of the sum of d_input over the ranks
+    rank_tokens: int = 0  # of each rank of vocab_group, where input has this rank's and target those of all; else 0
+
+    @property
+    def shard(self) -> VocabShard | None:
+        if not self.vocab_group:
+            return None
+        of_group = self.vocab_group, self.vocab_ranks, self.vocab_offset, self.shard_rows
+        return VocabShard(*of_group, self.reduce_dtype, self.rank_tokens)
 
     def of_problem(self) -> dict[str, Any]:
         """Returns the options by the names that `Problem` has for them."""
-        shard = None
-        if self.vocab_group:
-            of_group = self.vocab_group, self.vocab_ranks, self.vocab_offset, self.shard_rows
-            shard = VocabShard(*of_group, self.reduce_dtype)
         named = {"spec": self.spec(), "classes": self.vocab_size, "vocab_offset": self.vocab_offset}
-        return named | {"shard": shard}
+        return named | {"shard": self.shard}
+
+    def own_tokens(self, rows: int) -> slice:
+        """Returns which tokens of the call the `rows` rows of this rank's input are."""
+        return own_tokens(self.shard, rows)
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"

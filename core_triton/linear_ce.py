@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from core_triton import ops, saved_ops, token_hook, token_ops
+from core_triton import gathered_tokens, ops, saved_ops, token_hook, token_ops
 from core_triton.arguments import (
     Call,
     Groups,
@@ -208,9 +208,10 @@ def linear_cross_entropy(
             then DTensors that are sharded on the same dimension of a mesh, on tokens and on classes. None gathers what
             is less: the tokens if all ranks together have fewer than K. With "head" input may be a plain Tensor of this
             rank's tokens, as in FSDP2, which takes the mean of the ranks' gradients.
-        sequence_parallel: the ranks of vocab_group have different tokens, as many on each. All ranks gather the tokens
-            of the group, (ranks N, D), and return the loss of all of them, or for reduction "none" the losses of their
-            own. The gradient of input is that of a rank's own tokens.
+        sequence_parallel: the ranks of vocab_group have different tokens, as many on each. All ranks return the loss of
+            all of these, or for reduction "none" the losses of a rank's tokens. The gradient of input is that of these.
+            The three matmuls for a 16-bit input gather the tokens chunk by chunk, within memory_budget. All
+            other calls gather them at once, (ranks N, D), and so do calls whose memory_budget holds no such chunk.
 
     input, linear_weight, linear_bias, target, token_weight and normalizer may be DTensors of one mesh. On a dimension
     of the mesh where linear_weight is Shard(0) and input Replicate, ranks have the same tokens and different classes,
@@ -251,7 +252,7 @@ def linear_cross_entropy(
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement)
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
     call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     return _shaped(_loss(call, statistics=0).loss, target)
 
@@ -308,7 +309,7 @@ def linear_cross_entropy_with_stats(
     spec = spec_of(reduction, *options)
     given = linear_bias, weight, token_weight, normalizer
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement)
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
     call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
@@ -383,11 +384,12 @@ def linear_log_probs(
     spec = spec_of("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     given = linear_bias, None, None, None
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
-    groups = Groups(vocab_group, None, reduce_dtype, check_agreement)
+    groups = Groups(vocab_group, None, reduce_dtype, check_agreement, sequence_parallel)
     call = prepare(spec, input, linear_weight, target, *given, *how, groups)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
     else:
+        call = gathered_tokens.of_all_tokens(call)
         found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
@@ -479,7 +481,7 @@ def linear_token_loss(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
-    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement),)
+    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel),)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
 
 
@@ -542,7 +544,7 @@ def linear_token_loss_with_stats(
     """
     options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
     options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
-    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement),)
+    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel),)
     wanted = check_stats(stats)
     return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
 
@@ -572,6 +574,10 @@ def _token_loss(
     call = prepare(spec, input, linear_weight, target, *given, *how)
     flat = check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
+    if call.options.rank_tokens:
+        reduce, statistics = reduction != "none", token_ops.statistics_of(stats, with_entropy)
+        vectors = reduce * token_hook.bytes_of(target.numel(), per_token, with_entropy=with_entropy)
+        call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce, vectors=vectors)
     of_call = *call[1:4], token_loss, flat, stats
     loss, found = _run(run, *of_call, with_entropy=with_entropy, grad_into=call.grad_into)
     return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
@@ -661,6 +667,7 @@ def explain(
     batch_invariant: bool = False,
     device: str | None = None,
     vocab_group: "dist.ProcessGroup | None" = None,
+    sequence_parallel: bool = False,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
@@ -679,6 +686,7 @@ def explain(
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
         vocab_group: as given to the call. linear_weight and grad_into are this rank's shard.
+        sequence_parallel: as given to the call. input has this rank's tokens.
 
     Raises:
         TypeError: a dtype that is not admitted.
@@ -716,7 +724,12 @@ def explain(
     group, rank, ranks, reduce_dtype = of_vocab_group(Groups(vocab_group))
     found = decide(spec, input.device, infos, *how, rank, ranks, gpu)
     classes, budget, saved_budget, name, offset, shard_rows = found
-    shard = VocabShard(group, ranks, offset, shard_rows, reduce_dtype) if ranks else None
+    tokens = rows.numel() if sequence_parallel else 0
+    if tokens:
+        if not ranks:
+            raise ValueError("vocab_group must be a process group with sequence_parallel=True, got None")
+        rows = rows.new_empty(ranks * tokens)
+    shard = VocabShard(group, ranks, offset, shard_rows, reduce_dtype, tokens) if ranks else None
     flat = input.reshape(-1, input.shape[-1])
     of_shard: dict[str, Any] = {"vocab_offset": offset, "shard": shard, "grad_into": grad_into}
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, **of_shard)
@@ -724,13 +737,18 @@ def explain(
     given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
     check_saved_budget(saved_budget, reduction, **given)
     asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
+    on = gpu or ops.device_of(input.device, name)
     if gradients and reduction == "none":
-        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu, **asked)
+        plan = gathered_tokens.explained(
+            problem, lambda one: saved_ops.explained_plan(one, budget, saved_budget, name, needs_grad, on, **asked)
+        )
     else:
         stage: Stage = "statistics" if batch_invariant else "losses"
         if gradients:
             stage = "entropy_loss_and_gradients" if with_entropy else "loss_and_gradients"
-        plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu, **asked)
+        plan = gathered_tokens.explained(
+            problem, lambda one: ops.plan_for(one, stage, budget, name, needs_grad, device=on, **asked)
+        )
     return Explanation(*choose(input.device, implementation, gpu), plan)
 
 
@@ -745,6 +763,7 @@ def _loss(call: Call, *, statistics: int) -> ops.Losses:
     if call.options.saved_budget:
         return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"
+    call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce)
     return _run(ops.loss, *call[1:4], statistics=statistics, reduce=reduce, grad_into=call.grad_into)
 
 

@@ -21,7 +21,7 @@ from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
-from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
+from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, layout_of_input, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
 from core_triton.token_hook import TokenHook
 from linear_ce.chunking import plan_passes
@@ -92,11 +92,15 @@ def loss(
 ) -> Losses:
     """Runs `loss_and_gradients` if the forward pass can compute the gradients that are needed, and `losses` if not."""
     needs_grad = arrays.needs_grad()
-    d_head = needs_grad.d_weight or needs_grad.d_bias
-    in_forward = (d_head and reduce) or (needs_grad.d_input and (reduce or not d_head))
-    in_forward &= not statistics & D_ENTROPY
-    run = loss_and_gradients if in_forward else losses
+    run = loss_and_gradients if in_forward(needs_grad, statistics, reduce=reduce) else losses
     return run(arrays, weights, options, needs_grad, statistics=statistics, reduce=reduce, grad_into=grad_into)
+
+
+def in_forward(needs_grad: NeedsGrad, statistics: int, *, reduce: bool) -> bool:
+    """Whether the forward pass can compute the gradients that are needed."""
+    d_head = needs_grad.d_weight or needs_grad.d_bias
+    found = (d_head and reduce) or (needs_grad.d_input and (reduce or not d_head))
+    return found and not statistics & D_ENTROPY
 
 
 def log_probs(arrays: Arrays, options: Options, *, grad_into: Tensor | None = None) -> LogProbs:
@@ -150,7 +154,7 @@ class LossAndGradients(torch.autograd.Function):
             found = _in_place(Losses, results, there)
             gradients = _in_place(Gradients, results[sum(there) :], needs_grad)
             scales = results[-1] if arrays.input.dtype == torch.float16 else None
-        ctx.reduce, ctx.memory_budget = reduce, options.memory_budget
+        ctx.reduce, ctx.options = reduce, options
         ctx.save_for_backward(None if reduce else found.row_weight, *gradients, scales)
         _only_first_differentiable(ctx, found)
         return found
@@ -163,9 +167,9 @@ class LossAndGradients(torch.autograd.Function):
             return None, None, None, None
         row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
         if not ctx.reduce:  # rows that do not contribute ignore the upstream gradient, which may be NaN
-            d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
+            d_loss = torch.where(row_weight != 0, d_loss, 0.0)[ctx.options.own_tokens(len(d_input)), None]
         factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
-        return None, *scaled(Gradients(d_input, d_weight, d_bias), factors, ctx.memory_budget)
+        return None, *scaled(Gradients(d_input, d_weight, d_bias), factors, ctx.options.memory_budget)
 
 
 class RowLosses(torch.autograd.Function):
@@ -552,27 +556,10 @@ def _losses_there(*, statistics: int, backward: bool) -> tuple[bool, ...]:
     return True, rows, rows, top, top, *(bool(statistics & one) for one in (ARGMAX, ENTROPY, LOGIT_SUM, SQUARES))
 
 
-def _scaled_exp(
-    problem: Problem,
-    needs_grad: NeedsGrad,
-    *,
-    statistics: int,
-    reduce: bool,
-    hook: TokenHook | None = None,
-    d_input: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> tuple[Tensor, RowStatistics, Gradients]:
+def _scaled_exp(problem: Problem, needs_grad: NeedsGrad, **options: Any) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    return scaled_exp(
-        problem,
-        needs_grad,
-        statistics=statistics,
-        reduce=reduce,
-        hook=hook,
-        d_input=d_input,
-        scales=scales,
-    )
+    return scaled_exp(problem, needs_grad, **options)
 
 
 def _recorded(
@@ -719,20 +706,14 @@ def plan_for(
     device: DeviceInfo | None = None,
 ) -> ExecutionPlan:
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays and of a device, or theirs."""
-    if device is None:
-        kind = problem.input.device.type
-        device = DeviceInfo(kind, 0, 0, known_gpu("", 0))
-        if implementation != "chunked":
-            from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
-
-            device = DeviceInfo(kind, *device_info(problem.input.device))
+    device = device_of(problem.input.device, implementation) if device is None else device
     # Both passes over saved rows have the same chunks, and the second does not know what the first computed.
-    counted = ENTROPY if stage == "saved_rows" else statistics
+    counted, x = ENTROPY if stage == "saved_rows" else statistics, layout_of_input(problem)
     if counted & OF_LOGITS & ~MAX:
-        copied += 8 * len(problem.input) * (1 + planes(counted))
+        copied += 8 * x.shape[0] * (1 + planes(counted))
     key = PlanKey(
         stage=stage,
-        input=layout_of(problem.input),
+        input=x,
         linear_weight=layout_of(problem.linear_weight),
         classes=problem.classes if problem.shard is None else problem.shard.rows,
         copied_bytes=copied,
@@ -751,8 +732,18 @@ def plan_for(
         splits_head=problem.spec.splits_head,
         batch_invariant=batch_invariant,
         ranks=0 if problem.shard is None else problem.shard.ranks,
+        gathers=problem.shard is not None and problem.shard.tokens > 0,
     )
     return make_plan(key)
+
+
+def device_of(device: torch.device, implementation: str) -> DeviceInfo:
+    """Returns the properties of a device that the plan of a call depends on."""
+    if implementation == "chunked":
+        return DeviceInfo(device.type, 0, 0, known_gpu("", 0))
+    from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
+
+    return DeviceInfo(device.type, *device_info(device))
 
 
 def _tiles(plan: ExecutionPlan) -> chunked.Tiles:

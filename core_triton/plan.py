@@ -101,6 +101,7 @@ class PlanKey(NamedTuple):
     splits_head: bool = False  # into two matrices of the input's dtype
     batch_invariant: bool = False
     ranks: int = 0  # that have shards of the head, whose largest has `classes` rows; 0 where the head is whole
+    gathers: bool = False  # the ranks have different tokens, N in all, which they gather chunk by chunk
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ class ExecutionPlan:
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
         reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
+        gathering_ranks: ranks that have different tokens, N in all, which they gather chunk by chunk; 0: the call has
+            all tokens.
     """
 
     implementation: str
@@ -166,6 +169,7 @@ class ExecutionPlan:
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
     reads_split_head: bool = False
+    gathering_ranks: int = 0
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -195,7 +199,7 @@ class ExecutionPlan:
             "d_input": self.d_input_tiling is not None,
             "d_weight": self.d_weight_kernel,
         }
-        return describe_plan(
+        text = describe_plan(
             path=self.path,
             kernels=family,
             tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
@@ -211,6 +215,10 @@ class ExecutionPlan:
             others=None if others is None else (others.path, others.describe_chunks()),
             fixed_rows=self.scaled_exp_config.d_input_rows if self.batch_invariant else None,
         )
+        if not self.gathering_ranks:
+            return text
+        rows = self.chunks.rows // self.gathering_ranks
+        return f"{text}\ntokens: gathered chunk by chunk, up to {rows} of each of {self.gathering_ranks} ranks"
 
     def describe_chunks(self) -> str:
         """Returns the chunks in words."""
@@ -238,6 +246,8 @@ EXCHANGED = 8  # numbers of a row that the ranks of a vocabulary exchange, at mo
 
 SHARD_ROW = 48  # bytes of a row of the call beside those of `packed_rows.PackedRows`, in `shard_rows.py`
 
+GATHERED_ROW = 48  # bytes of a row beside these where tokens are gathered: target, weight, and those of `token_slices`
+
 
 def matmuls_of(key: PlanKey) -> tuple[str, ...]:
     """Returns the names of the matmuls of a call. A split head takes two where it is an operand."""
@@ -254,9 +264,11 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     Raises:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
             stage is "saved_rows", and the kernels of the call store nothing that can be saved. Or the call must be
-            batch-invariant and is not.
+            batch-invariant and is not. Or its tokens must be gathered chunk by chunk and cannot be.
     """
     plan = _any_plan(key)
+    if key.gathers and (plan.path != "scaled_exp" or key.stage != "loss_and_gradients"):
+        raise ValueError("only three matmuls of scaled exponentials gather tokens chunk by chunk")
     why = why_variant(key, plan) if key.batch_invariant else None
     if why is not None:
         raise ValueError(f"batch_invariant=True {why}")
@@ -408,7 +420,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_weight_kernel = hopper and hidden % 4 == 0 and key.into_aligned
         else:
             d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
-        holds_rows = key.d_input and padded_hidden == hidden  # never of a split head
+        holds_rows = key.d_input and padded_hidden == hidden and not key.gathers  # never of a split head
         fits_float16 = x.dtype == "float16" and key.stage != "losses"
         # Class weights are those of all shards.
         smoothing = (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes * max(key.ranks, 1))
@@ -417,7 +429,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             fit = 20 * tokens + 3072 + min(key.classes, tile.block_v) * (copies * x.itemsize * padded_hidden + 4)
             # Before the first rows are read, only the mean of the head and the class weights stay.
             smoothing = max(smoothing, fit + (key.label_smoothing != 0) * (8 * hidden + 4 * key.classes + 4 * tokens))
-        copied = key.copied_bytes + smoothing + (key.ranks > 0) * SHARD_ROW * tokens
+        copied = key.copied_bytes + smoothing + ((key.ranks > 0) * SHARD_ROW + key.gathers * GATHERED_ROW) * tokens
         # The rows of exponentials, in whole row blocks, that fit a row of a new d_weight, which the first chunk writes.
         room = 0
         in_kernels = d_weight_kernel and (tiling is not None or not key.d_input)
@@ -469,6 +481,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             programs=key.device.multiprocessors * (key.splits_head and hopper),
             copied=copied,
             exchanged=exchanged,
+            gathering_ranks=key.gathers * key.ranks,
             batch_invariant=key.batch_invariant,
             room=room,
             call=call,
@@ -479,7 +492,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             gpu=gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
             matmuls=matmuls, smooths=key.label_smoothing != 0, fits_float16=fits_float16,
-            reads_split_head=reads_split_head,
+            reads_split_head=reads_split_head, gathering_ranks=key.gathers * key.ranks,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,

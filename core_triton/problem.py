@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core_triton.plan import ExecutionPlan, MatrixLayout
-from core_triton.vocab_shard import VocabShard
+from core_triton.vocab_shard import VocabShard, own_tokens
 from linear_ce.spec import LossSpec
 
 
@@ -19,7 +19,7 @@ class Problem:
     """The arrays of one call and its options.
 
     Args:
-        input: (N, D).
+        input: (N, D), or this rank's rows of it, at most `shard.tokens`.
         linear_weight: (V, D), or the shard of it that starts at class `vocab_offset`; float32 or input's dtype.
         linear_bias: (V,), of the same rows, or None.
         target: (N,) int64, class indices of the whole vocabulary.
@@ -51,6 +51,11 @@ class Problem:
     def local_classes(self) -> int:
         """How many rows of linear_weight are classes. The other rows are padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
+
+    @property
+    def own_tokens(self) -> slice:
+        """Which tokens of the call the rows of input are."""
+        return own_tokens(self.shard, len(self.input))
 
     def operand_of(self, vocab_chunk: slice) -> Tensor:
         """Returns a vocabulary chunk of the head as an operand of matmuls: (v, D), or (v, 2D) if the head is split."""
@@ -94,6 +99,15 @@ def plan_of(problem: Problem) -> ExecutionPlan:
     """Returns the problem's plan. Every call of a public function has one."""
     assert problem.plan is not None
     return problem.plan
+
+
+def layout_of_input(problem: Problem) -> MatrixLayout:
+    """Returns the properties of the input of a problem. Rows that are gathered are contiguous."""
+    layout = layout_of(problem.input)
+    if problem.shard is None or not problem.shard.tokens:
+        return layout
+    hidden = layout.shape[1]
+    return layout._replace(shape=(len(problem.target), hidden), strides=(hidden, 1), aligned=True)
 
 
 def layout_of(matrix: Tensor) -> MatrixLayout:

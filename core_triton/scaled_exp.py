@@ -24,7 +24,8 @@ At the end the targets' terms of d_weight are added for all rows (`_add_targets`
 bfloat16 and float16. It stores only the sums.
 
 Where the ranks of a process group have shards of the vocabulary, they exchange the sums before a chunk's factors, and
-their parts of d_input after its matmul: `shard_rows.py`.
+their parts of d_input after its matmul: `shard_rows.py`. If they have different tokens, they gather them a chunk ahead:
+`token_slices.py`.
 
 A token loss needs the log-probabilities of a chunk before the factors of its rows. For it, `row_kernels.finish_rows`
 runs twice (`_weights_of_token_loss`).
@@ -73,6 +74,7 @@ from core_triton.row_math import RowStatistics
 from core_triton.smoothing import Smoothing
 from core_triton.tile_config import ScaledExpConfig
 from core_triton.token_hook import TokenHook
+from core_triton.token_slices import TokenSlices
 from linear_ce.statistics import BY_ROW, OF_BLOCKS, SHIFTS, planes
 
 
@@ -230,7 +232,7 @@ def _run(
     if shard is not None:
         problem = shard_rows.of_own_classes(problem)
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
-    (tokens, hidden), classes = x.shape, problem.classes
+    tokens, hidden, classes = len(problem.target), x.shape[1], problem.classes
     if needs_grad.d_input and d_input is None:
         d_input = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_weight = ClassSum(w, classes, float32_sum=False, into=problem.grad_into) if needs_grad.d_weight else None
@@ -243,18 +245,25 @@ def _run(
     if smoothing is not None and d_weight is not None and plan.fits_float16:
         smoothing.start_head(d_weight)
     rows = pack_rows(problem, statistics=statistics, scales=scales)
-    of_shard = None if shard is None else shard_rows.start(problem, rows, whole)
+    of_shard = slices = None
+    if shard is not None and shard.tokens:
+        slices = TokenSlices(problem, rows, config, d_input=d_input is not None)
+        of_shard = shard_rows.with_targets(rows, whole)
+    elif shard is not None:
+        of_shard = shard_rows.start(problem, rows, whole)
     smooth = None  # where d_input gets the terms of label smoothing before it is rounded
     if smoothing is not None and d_input is not None and plan.fits_float16:
         smooth = smoothing.of_input(rows.row_weight)
     stored = saved_e
     if stored is None and any(needs_grad):
-        stored = x.new_empty((config.rows, tile_config.padded(classes)))
+        most = classes if slices is None else slices.shard.rows  # the same on all ranks
+        stored = x.new_empty((config.rows, tile_config.padded(most)))
     scratch = problem.row_weight.new_empty(config.scratch)
-    part = in_part = None  # this rank's rows of d_input of a chunk, and their numbers
+    part = in_part = None  # this shard's part of d_input of a chunk, and its rows of a chunk that is not gathered
     if shard is not None and d_input is not None:
         part = x.new_empty((config.most_rows, hidden), dtype=shard.dtype)
-        in_part = torch.arange(config.most_rows, device=x.device)
+        if slices is None:
+            in_part = torch.arange(config.most_rows, device=x.device)
     # The packed rows of the input, with zeros in rows that do not contribute, later multiplied by rho. They are in the
     # memory of d_input, or in a buffer of one chunk, as those of a first chunk in pieces always are.
     if plan.holds_rows:
@@ -273,12 +282,14 @@ def _run(
     chunks = config.chunks(tokens)
     for chunk in reversed(chunks):
         n, start, first = chunk.stop - chunk.start, chunk.start, chunk is chunks[-1]
+        gathered = None if slices is None else slices.next(chunk)
+        of_input, source = (problem, rows) if gathered is None else gathered[:2]
         in_pieces = config.first_rows > 0 and first
         chunk_x = held[chunk] if plan.holds_rows else held[:n]
         if plan.holds_rows and in_pieces:  # its d_input is written before its d_weight
             chunk_x = x.new_empty((n, hidden))
         if not plan.holds_rows or in_pieces:
-            packed_rows.pick(problem, rows, start, n, chunk_x[:, :hidden], places=shard is None)
+            packed_rows.pick(of_input, source, start, n, chunk_x[:, :hidden], places=shard is None)
         if problem.spec.splits_head:  # a row again for the second half of the head
             chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]
         e = None
@@ -291,7 +302,7 @@ def _run(
         least = int(first or saved_e is not None)
         if (d_weight is not None or saved_e is not None) and not plan.d_weight_kernel:
             least = n
-        active = Active(rows.count, start, least)
+        active = Active(source.count, start, least)
         blocks = _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, active, statistics)
         numbers = ChunkNumbers(
             problem,
@@ -330,20 +341,18 @@ def _run(
                 scale_out=unit_scale,
             )
         if smoothing is not None:
-            smoothing.add_to_rows(
-                n,
-                order=At(rows.order, start),
-                target_logit=numbers.target_logit,
-                row_weight=row_weight,
-                theta=None if e is None else At(rows.theta, start),
-                loss_out=rows.loss_out,
-            )
+            terms: dict[str, Any] = {"target_logit": numbers.target_logit, "row_weight": row_weight}
+            terms |= {"theta": None if e is None else At(rows.theta, start), "loss_out": rows.loss_out}
+            if slices is not None and gathered is not None:
+                slices.add_smoothing(smoothing, gathered, **terms)
+            else:
+                smoothing.add_to_rows(n, order=At(rows.order, start), **terms)
         if e is None:
             continue
-        count: Tensor | At = rows.count
+        count: Tensor | At = source.count
         if plan.fits_float16:
             count = _fit_in_float16(
-                problem, config, blocks, rows, chunk, scratch, e, chunk_x, statistics, d_weight is not None
+                problem, config, blocks, source, chunk, scratch, e, chunk_x, statistics, d_weight is not None
             )
         if d_bias is not None:
             for vocab_chunk in e.pieces(classes):
@@ -352,26 +361,40 @@ def _run(
         reduced = None
         if d_input is not None and of_shard is not None:
             assert part is not None
-            assert in_part is not None
-            _store_d_input(problem, config, rows, chunk, e, scratch, part[:n], At(in_part, 0), smooth)
-            reduced = shard_rows.start_sum(of_shard, part[:n])
+            if slices is not None:
+                place = At(slices.slot, start)
+            else:
+                assert in_part is not None
+                place = At(in_part, 0)
+            _store_d_input(problem, config, source, chunk, e, scratch, part[:n], place, smooth)
+            n_part = part[:n]
+            reduced = shard_rows.start_sum(of_shard, n_part) if slices is None else slices.start_sum(n_part)
         elif d_input is not None and in_pieces:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
+        if slices is not None and gathered is not None:
+            slices.place_after(gathered)
         if d_weight is not None:
             active = Active(count, start, int(first))
             for vocab_chunk in reversed(e.pieces(classes)):
                 of_piece = e.of(vocab_chunk)
                 _add_d_weight(problem, of_piece, chunk_x, scratch, active, d_weight, vocab_chunk, first=first)
-        if d_input is not None and reduced is not None:
-            shard_rows.put_sum(reduced, rows, start, d_input)
+        if d_input is not None and reduced is not None and slices is not None:
+            slices.put_sum(reduced, chunk, d_input)
+        elif d_input is not None and reduced is not None:
+            shard_rows.put_sum(reduced, At(rows.order, start), At(rows.row_weight, start), d_input)
         elif d_input is not None and not in_pieces:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
         del e
+    memory = stored
     del stored, held, scratch, part, in_part
     if rows.float16 is not None and tokens and any(needs_grad):
         float16.scale_head(rows.float16, rows.theta, d_bias)
     if tokens and (d_weight is not None or d_bias is not None):
-        _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
+        total = None if d_weight is None else d_weight.sum
+        if slices is not None and memory is not None:
+            slices.add_targets(memory, total, d_bias)
+        else:
+            _add_targets(problem, rows, total, d_bias)
         if smoothing is not None:
             smoothing.add_to_head(d_weight, d_bias)
     if smoothing is not None and d_input is not None and smooth is None and tokens:
@@ -394,6 +417,8 @@ def _run(
     if report is not None:
         shift = rows.float16.shift if rows.float16 is not None and fits else None
         flag = rows.flag
+        if slices is not None and shift is not None:  # those of rows that contribute first
+            shift = torch.where(rows.row_weight != 0, shift, 0.0).sort(descending=True).values
         if config.first_rows:  # the other chunks have fewer row blocks
             assert plan.tile is not None
             flag = torch.cat([flag[:-1, : cdiv(config.rows, plan.tile.block_n)].flatten(), flag[-1]])
@@ -402,8 +427,10 @@ def _run(
     if hook is not None:
         assert hook.gradient_weight is not None
         loss, row_weight = hook.loss, hook.gradient_weight
-    if reduce or d_input is not None:
-        total = row_kernels.finish_call(row_weight, d_input, loss if reduce else None)
+    if slices is not None and d_input is not None:
+        row_kernels.finish_call(row_weight[problem.own_tokens], d_input, None)
+    if reduce or (slices is None and d_input is not None):
+        total = row_kernels.finish_call(row_weight, d_input if slices is None else None, loss if reduce else None)
         loss = loss if total is None else total
     found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
     if rows.statistics_out is not None:

@@ -70,13 +70,27 @@ def start(problem: Problem, rows: PackedRows, whole: Problem) -> ShardRows:
     tokens = len(rows.order)
     if tokens:
         packed_rows.pick(problem, rows, 0, tokens, None)
-    logit = torch.where(rows.target >= 0, rows.target_logit, 0.0)
+    logit = own_target_logits(rows, slice(0, tokens))
     assert whole.shard is not None
     vocab_shard.all_sum(logit, whole.shard.group)
-    exponent = (logit * LOG2_E.value).add_(0.5).floor_()
-    rows.ref_exponent.copy_(exponent.masked_fill_(~(logit.abs() < torch.inf), 0.0))
-    rows.target_logit.copy_(logit)  # for the estimates of `float16.place`
+    place(rows, slice(0, tokens), logit)
+    return with_targets(rows, whole)
+
+
+def with_targets(rows: PackedRows, whole: Problem) -> ShardRows:
     return ShardRows(whole, whole.target[rows.order])
+
+
+def own_target_logits(rows: PackedRows, chunk: slice) -> Tensor:
+    """Returns the target logits (n,) of packed rows whose targets are classes of this shard, and 0 for the others."""
+    return torch.where(rows.target[chunk] >= 0, rows.target_logit[chunk], 0.0)
+
+
+def place(rows: PackedRows, chunk: slice, logit: Tensor) -> None:
+    """Writes the reference exponents of packed rows, by their target logits of all shards (n,)."""
+    exponent = (logit * LOG2_E.value).add_(0.5).floor_()
+    rows.ref_exponent[chunk] = exponent.masked_fill_(~(logit.abs() < torch.inf), 0.0)
+    rows.target_logit[chunk] = logit  # for the estimates of `float16.place`
 
 
 # With specialization the number of rows would decide the order of the sums, as in `row_kernels.finish_rows_kernel`.
@@ -221,10 +235,10 @@ def put_rows_kernel(part_ptr, row_ptr, row_weight_ptr, d_input_ptr, hidden, BLOC
         tl.store(place, found.to(d_input_ptr.dtype.element_ty), mask=columns < hidden)
 
 
-def put_sum(reduced: ReducedRows, rows: PackedRows, start: int, d_input: Tensor) -> None:
-    """Waits for the sum of rows of d_input, and writes it to those of the packed rows from `start` on."""
+def put_sum(reduced: ReducedRows, order: At, row_weight: At, d_input: Tensor) -> None:
+    """Waits for the sum of rows of d_input, and writes it to the rows `order` (n,) of it."""
     reduced.work.wait()
     n, hidden = reduced.part.shape
     block = column_block(hidden)
-    arrays = reduced.part, At(rows.order, start), At(rows.row_weight, start), d_input
+    arrays = reduced.part, order, row_weight, d_input
     launch(put_rows_kernel, (n, cdiv(hidden, block)), *arrays, hidden, BLOCK_D=block, num_warps=4)

@@ -123,8 +123,8 @@ class Smoothing:
         return row_weight * self._factor(), self.mean_row
 
     def add_to_input(self, d_input: Tensor) -> None:
-        """Adds the terms of all rows to d_input (N, D)."""
-        _add_outer(d_input, self.problem.row_weight, self.mean_row, self._factor())
+        """Adds the terms of the rows of the input to d_input, which has its shape."""
+        _add_outer(d_input, self.problem.row_weight[self.problem.own_tokens], self.mean_row, self._factor())
 
     def start_head(self, d_weight: ClassSum) -> None:
         """Writes the terms of all classes to d_weight, or adds them if it has begun."""
@@ -141,7 +141,11 @@ class Smoothing:
 
     def _row_sum(self) -> Tensor:
         """Returns the sum of the rows of the input, each times its row weight, (D,) float32, times the scale."""
-        return self._scaled(row_kernels.class_sums(self.problem.input, self.problem.row_weight))
+        x, row_weight, shard = self.problem.input, self.problem.row_weight, self.problem.shard
+        if shard is None or not shard.tokens:
+            return self._scaled(row_kernels.class_sums(x, row_weight))
+        own = row_kernels.class_sums(x, row_weight[self.problem.own_tokens])
+        return self._scaled(vocab_shard.all_sum(own, shard.group))
 
     def _scaled(self, of_head: Tensor) -> Tensor:
         return of_head if self.scales is None else of_head * self.scales[1]

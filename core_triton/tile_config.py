@@ -298,6 +298,7 @@ def choose_scaled_exp(
     programs: int = 0,
     copied: int = 0,
     exchanged: int = 0,
+    gathering_ranks: int = 0,
     batch_invariant: bool = False,
     room: int = 0,
     call: chunk_cost.Call | None = None,
@@ -327,6 +328,8 @@ def choose_scaled_exp(
         copied: bytes of the contiguous copies of strided vectors.
         exchanged: bytes of a row of a chunk that the ranks of a vocabulary exchange besides its row of d_input; 0 where
             the head is whole.
+        gathering_ranks: ranks that each have a slice of a chunk's rows, as many on each, and gather those of the next
+            chunk too; 0: all ranks have the same rows.
         batch_invariant: the order of a row's sums must not depend on the number of rows and the budget. Then tiles of
             d_input have one size and are not split, and class blocks begin at multiples of `block_v`.
         room: most rows of a first chunk with exponentials in the memory of d_weight: bytes of a row of d_weight, over
@@ -374,6 +377,8 @@ def choose_scaled_exp(
         return max(1, waves * programs // row_blocks) * block_v if waves else head_rows
 
     def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int, first_rows: int = 0) -> ScaledExpConfig:
+        if gathering_ranks:
+            rows = max(rows // gathering_ranks, 1) * gathering_ranks
         most_rows = max(rows, first_rows)
         head_rows = whole_waves(first_rows if first_rows == tokens else rows, head_rows)
         d_input_rows = tile_rows if tiling else rows if needs_cast else min(rows, D_INPUT_ROWS)
@@ -383,6 +388,8 @@ def choose_scaled_exp(
         scratch = max((1 + statistics) * blocks * most_rows, d_input_scratch, d_weight_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
         size += exchanged * rows + (exchanged > 0 and d_input) * (4 * hidden // parts + 8) * rows
+        if gathering_ranks:  # the rows of two chunks, and a rank's rows of d_input
+            size += hidden // parts * (itemsize * min(2 * rows, tokens) + d_input * 4 * rows // gathering_ranks)
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
         copied_rows = most_rows if saves or not holds else first_rows
         size += itemsize * (rows * padded(classes) * in_workspace + copied_rows * hidden) + 4 * scratch

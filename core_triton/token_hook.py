@@ -68,8 +68,7 @@ class TokenHook:
     @property
     def bytes(self) -> int:
         """How many bytes the vectors take at most, without those that the token loss allocates and the results."""
-        # Each argument and its derivative, selected and not; the same for log_prob; weights and conditions.
-        return 4 * len(self.row_weight) * (12 + 4 * len(self.per_token) + 8 * self.with_entropy)
+        return bytes_of(len(self.row_weight), self.per_token, with_entropy=self.with_entropy)
 
     def process(self, rows: slice | Tensor, nll: Tensor, entropy: Tensor | None = None) -> Tensor | None:
         """Calls and differentiates the token loss on rows of the call, and writes their results. Returns their weights
@@ -140,6 +139,12 @@ class TokenHook:
     def _mark_contributes(self, rows: slice | Tensor, weight: Tensor) -> None:
         if self.d_entropy is not None and self.contributes is not None:
             self.contributes[rows] = ((weight != 0) | (self.d_entropy[rows] != 0)).float()
+
+
+def bytes_of(tokens: int, per_token: Sequence[Tensor], *, with_entropy: bool) -> int:
+    """Returns `TokenHook.bytes`."""
+    # Each argument and its derivative, selected and not; the same for log_prob; weights and conditions.
+    return 4 * tokens * (12 + 4 * len(per_token) + 8 * with_entropy)
 
 
 def log_prob_of(nll: Tensor, contributes: Tensor) -> Tensor:

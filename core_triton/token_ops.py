@@ -92,7 +92,7 @@ def token_loss_rows(
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
-    options, statistics = options._replace(mean=False), _statistics(stats, with_entropy)
+    options, statistics = options._replace(mean=False), statistics_of(stats, with_entropy)
     found = ops.loss(arrays, ones, options, statistics=statistics, reduce=False, grad_into=grad_into)
     log_prob = token_hook.log_prob_of(found.loss, contributes)
     if found.entropy is not None and with_entropy:
@@ -104,7 +104,8 @@ def token_loss_rows(
     return loss, token_stats(stats, log_prob.detach(), row_weight, found)
 
 
-def _statistics(stats: Sequence[bool], with_entropy: bool) -> int:
+def statistics_of(stats: Sequence[bool], with_entropy: bool) -> int:
+    """Returns the statistics, of `linear_ce.statistics`, of a pass over the logits for a token loss."""
     return statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
 
 
@@ -159,7 +160,7 @@ class TokenLossAndGradients(torch.autograd.Function):
 def run_token_loss(call: TokenCall) -> TokenLossResults:
     """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
     arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, with_entropy, grad_into = call
-    statistics = _statistics(stats, with_entropy)
+    statistics = statistics_of(stats, with_entropy)
     row_weight = ops.compute_row_weights(arrays, weights, options)
     hook = TokenHook(
         function,

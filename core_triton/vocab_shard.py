@@ -34,6 +34,8 @@ class VocabShard:
         offset: class index of the first row of this rank's shard.
         rows: of the largest shard. Chunks are chosen by it, so that all ranks have the same.
         reduce_dtype: "float32" or "bfloat16", of the sum of d_input over the ranks.
+        tokens: of each rank, where the ranks have different tokens, which they gather chunk by chunk (`token_slices`);
+            0 where all ranks have the same tokens.
     """
 
     group: str
@@ -41,11 +43,25 @@ class VocabShard:
     offset: int
     rows: int
     reduce_dtype: str
+    tokens: int = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank: `shard_of`."""
+        return self.offset // self.rows
 
     @property
     def dtype(self) -> torch.dtype:
         """reduce_dtype, as one of PyTorch's."""
         return torch.float32 if self.reduce_dtype == "float32" else torch.bfloat16
+
+
+def own_tokens(shard: VocabShard | None, rows: int) -> slice:
+    """Returns which tokens of a call are those of this rank, which has `rows` of them."""
+    if shard is None or not shard.tokens:
+        return slice(0, rows)
+    first = shard.rank * shard.tokens
+    return slice(first, first + rows)
 
 
 def merged(shard: VocabShard, partial: Partial) -> Partial:
@@ -76,24 +92,37 @@ def all_sum(tensor: Tensor, group: str) -> Tensor:
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
-    dist.all_reduce(tensor, group=_group_of(group))
+    dist.all_reduce(tensor, group=group_of(group))
     return tensor
 
 
 def start_all_sum(tensor: Tensor, group: str) -> Any:
     """Starts the sum of a contiguous tensor over the ranks of a group, which it overwrites. Returns a handle whose
     `wait` must be called before the sum is read."""
-    return dist.all_reduce(tensor, group=_group_of(group), async_op=True)
+    return dist.all_reduce(tensor, group=group_of(group), async_op=True)
+
+
+def start_gather(result: Tensor, own: Tensor, group: str) -> Any:
+    """Starts to write the contiguous tensors `own` of all ranks to `result`, one after the other along the first axis.
+    `own` may be this rank's part of it. Returns a handle as `start_all_sum` does."""
+    return dist.all_gather_into_tensor(result, own, group=group_of(group), async_op=True)
+
+
+def start_own_sum(own: Tensor, tensor: Tensor, group: str) -> Any:
+    """Starts to write to `own` this rank's rows of the sum of a contiguous tensor over the ranks of a group, of which
+    each has as many rows. Returns a handle as `start_all_sum` does."""
+    return dist.reduce_scatter_tensor(own, tensor, group=group_of(group), async_op=True)
 
 
 def gather(tensor: Tensor, ranks: int, group: str) -> Tensor:
     """Returns the contiguous tensors of all ranks of a group, one after the other along the first axis."""
     result = tensor.new_empty((ranks * len(tensor), *tensor.shape[1:]))
-    dist.all_gather_into_tensor(result, tensor, group=_group_of(group))
+    dist.all_gather_into_tensor(result, tensor, group=group_of(group))
     return result
 
 
-def _group_of(name: str) -> "dist.ProcessGroup":
+def group_of(name: str) -> "dist.ProcessGroup":
+    """Returns the group of this name."""
     from torch._C import _distributed_c10d  # not in every build of PyTorch
 
     return _distributed_c10d._resolve_process_group(cast("Any", name))

@@ -58,8 +58,8 @@ class TokenSlices(NamedTuple):
         return GatheredChunk(x, vocab_shard.all_sum(self.devices, self._place(rows, chunk, x)))
 
     def next(self, chunk: Slice, *, first: bool) -> Slice | None:
-        """Returns the chunk after this one, or None after the last. In a loop, whose chunks all do the same, the last one
-        comes after the last one: its rows are gathered for nothing."""
+        """Returns the chunk after this one, or None after the last. In a loop, whose chunks all do the same, the last
+        one is also after the last one: its rows are gathered for nothing."""
         config, tokens = plan_of(self.problem).scaled_exp_config, self.problem.tokens
         full, start = config.last_start(tokens), 0 if first else chunk.start + config.rows
         if isinstance(start, int):

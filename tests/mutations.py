@@ -586,8 +586,8 @@ SCALE = (
     Mutation("core_triton/smoothing.py", "if problem.shard is not None:", "if False:", RANKS_BY_KERNELS),
     Mutation(
         "core_triton/scaled_exp.py",
-        "target_logit=numbers.target_logit,\n                row_weight",
-        "target_logit=At(rows.target_logit, start),\n                row_weight",
+        '"target_logit": numbers.target_logit',
+        '"target_logit": At(rows.target_logit, start)',
         RANKS_BY_KERNELS,
     ),
     Mutation(
@@ -595,6 +595,11 @@ SCALE = (
     ),
     Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "classes=1, grad_into", "classes=0, grad_into", RANKS_BY_KERNELS),
+    Mutation("core_triton/token_slices.py", "tl.where(other < rank, of_other, 0)", "0", RANKS_BY_KERNELS),
+    Mutation("core_triton/token_slices.py", "min(2 * self.slice_rows, tokens)", "tokens", RANKS_BY_KERNELS),
+    Mutation("core_triton/token_slices.py", "ranks * begin + count, mask", "ranks * begin, mask", RANKS_BY_KERNELS),
+    Mutation("core_triton/smoothing.py", "vocab_shard.all_sum(own, shard.group)", "own", RANKS_BY_KERNELS),
+    Mutation("core_triton/ops.py", "ctx.options.own_tokens(len(d_input))", "slice(0, len(d_input))", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "vocab_shard.all_sum(logit, whole.shard.group)", "pass", RANKS_BY_KERNELS),
     Mutation(
         "core_triton/row_kernels.py",
@@ -1026,8 +1031,8 @@ ENTROPY_LOSSES = (
     Mutation("core_triton/ops.py", "None if upstream is None else -upstream", "upstream", TORCH_ENTROPY),
     Mutation(
         "core_triton/ops.py",
-        "in_forward &= not statistics & D_ENTROPY",
-        "in_forward &= True",
+        "found and not statistics & D_ENTROPY",
+        "found",
         tests("core_triton_token_loss", "fewer_matmuls_with_a_frozen_head"),
     ),
     Mutation("core_triton/ops.py", "coefficients, needs_grad, scales=pair", "coefficients, needs_grad", KERNEL_ENTROPY),

@@ -48,8 +48,8 @@ def call_of(function: str, arrays: Arrays, implementation: str = "triton") -> Ca
             False, -100, 0.0, 0.0, None, 1.0, classes, budget, implementation, False, saved, batch_invariant=False
         )
         statistics = {
-            "token_stats": token_ops._statistics(EVERY_STAT, False),
-            "entropy": token_ops._statistics(NO_STATS, True),
+            "token_stats": token_ops.statistics_of(EVERY_STAT, False),
+            "entropy": token_ops.statistics_of(NO_STATS, True),
             "saved_log_probs": ops.OF_LOG_PROBS,
         }.get(function, 0)
         planned = mock.patch.object(ops, "library_settings", side_effect=PlannedError)

@@ -63,6 +63,7 @@ class Call(NamedTuple):
         splits: whether a float32 head is the sum of two matrices: head_precision "float32".
         scale: the logit_scale.
         ranks: of the vocabulary, of which linear_weight is the second shard; 0: linear_weight is the whole head.
+        gathers: whether input has the tokens of the second rank, which the ranks gather chunk by chunk.
     """
 
     plan: str
@@ -79,15 +80,16 @@ class Call(NamedTuple):
     splits: bool = False
     scale: float = 1.0
     ranks: int = 0
+    gathers: bool = False
 
     def problem(self) -> Problem:
         """Returns the call's arrays. Nothing reads their contents."""
         shape = SHAPES[self.shape]
         head, rows = self.head or self.dtype, shape.v // max(self.ranks, 1)
         sizes = (shape.d, rows) if self.transposed else (rows, shape.d)
-        w = array(*sizes, dtype=head)
+        w, tokens = array(*sizes, dtype=head), shape.n // self.ranks if self.gathers else 0
         return Problem(
-            input=array(shape.n, shape.d, dtype=self.dtype),
+            input=array(tokens or shape.n, shape.d, dtype=self.dtype),
             linear_weight=w.T if self.transposed else w,
             linear_bias=array(rows, dtype=head) if self.bias else None,
             target=array(shape.n, dtype=torch.int64),
@@ -102,7 +104,7 @@ class Call(NamedTuple):
             ),
             classes=shape.v,
             vocab_offset=rows if self.ranks else 0,
-            shard=VocabShard("", self.ranks, rows, rows, "float32") if self.ranks else None,
+            shard=VocabShard("", self.ranks, rows, rows, "float32", tokens) if self.ranks else None,
         )
 
     def run(self, budget: int = DEFAULT) -> tuple[Tensor | None, ...]:
@@ -147,6 +149,8 @@ class Call(NamedTuple):
 COLLECTIVES = {
     "all_sum": lambda tensor, group: tensor,
     "start_all_sum": lambda tensor, group: mock.Mock(),
+    "start_gather": lambda result, own, group: mock.Mock(),
+    "start_own_sum": lambda own, tensor, group: mock.Mock(),
     "gather": lambda tensor, ranks, group: tensor.new_empty((ranks * len(tensor), *tensor.shape[1:])),
 }
 
@@ -184,6 +188,7 @@ CALLS = {
     "shard-stats": Call("token-stats", "llama3-8b", bias=True, scale=0.7, ranks=8),
     "shard-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0, scale=0.7, ranks=4),
     "shard-fp16": Call("stats", "llama3-8b", torch.float16, bias=True, ranks=2),
+    "train-gathered": Call("train", "llama3-8b", ranks=2, gathers=True),
     "train-transposed": Call("train", "qwen2.5-0.5b", transposed=True),
     "stats-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0),
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
@@ -651,6 +656,7 @@ def test_every_kernel_is_launched(arch: int) -> None:
         "core_triton.float16",
         "core_triton.saved_kernels",
         "core_triton.shard_rows",
+        "core_triton.token_slices",
         "core_triton.token_kernels",
     }
     if arch == 90:
@@ -696,6 +702,10 @@ def calls_of(shape: str) -> tuple[Call, ...]:
         Call("stats", shape, torch.float16, ranks=2),
         Call("train", shape, smoothing=0.1, class_weight=True, ranks=2),
         Call("train", shape, head=torch.float32, splits=True, ranks=2),
+        Call("train", shape, ranks=2, gathers=True),
+        Call("stats", shape, torch.float16, bias=True, ranks=8, gathers=True),
+        Call("train", shape, smoothing=0.1, class_weight=True, ranks=4, gathers=True),
+        Call("train", shape, head=torch.float32, splits=True, ranks=2, gathers=True),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gathered_checks import GATHERED_CHECKS
 from programs import Command, Printed, each, python
 from torch_ranks import CHECKS, FORMS, KERNEL_CHECKS
 
@@ -61,6 +62,11 @@ INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
 
 
+# Of four ranks. More checks of tokens that are gathered chunk by chunk are those of two ranks.
+OF_FOUR = ("check:gathered", "check:gathered_dtensors", "check:gathered_few_classes")
+FOUR_BY_KERNELS = python("torch_ranks.py", "4", "triton", *OF_FOUR)
+
+
 def assert_passed(result: dict[str, Any]) -> None:
     assert not result.get("failure"), result["failure"]
     assert all(share <= 100 for share in result.get("used", {}).values()), result["used"]
@@ -79,13 +85,20 @@ def test_four_ranks_give_the_loss_and_the_gradients_of_one(request_: str, printe
     assert_passed(printed[request_])
 
 
-@pytest.mark.programs(BY_KERNELS, seconds=15)
+@pytest.mark.programs(BY_KERNELS, seconds=25)
 @pytest.mark.parametrize("request_", INTERPRETED)
 def test_two_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
     assert_passed(printed[request_])
 
 
+@pytest.mark.programs(FOUR_BY_KERNELS, seconds=8)
+@pytest.mark.parametrize("request_", OF_FOUR)
+def test_four_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
+    assert_passed(printed[request_])
+
+
 ON_A_GPU = tuple(request for request in INTERPRETED if "fp32" not in request and not request.startswith("check"))
+ON_A_GPU += tuple(f"check:{name}" for name in GATHERED_CHECKS if not name.endswith(("classes", "memory")))
 BY_A_GPU = {request: python("torch_ranks.py", "2", "gpu", request) for request in ON_A_GPU}  # they mostly compile
 
 

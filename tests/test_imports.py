@@ -163,6 +163,7 @@ ONE_FRAMEWORK_ONLY = {
         *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
         *("plan_c", "log_prob_gradients", "stage_of_plan_b"),
         "is_eager",  # for PyTorch's eager mode
+        *("in_forward", "device_of"),  # what gathered_tokens.py and explain take from it
         # The rules of operators in JAX, their problems and what else saved_ops.py takes from it.
         *("rule_of_arrays", "row_losses_rule", "row_losses_fwd", "row_losses_bwd", "log_probs_rule", "log_probs_fwd"),
         *("log_probs_bwd", "no_rows", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
@@ -172,6 +173,7 @@ ONE_FRAMEWORK_ONLY = {
     "plan.py": {"DeviceInfo", "shards_are_scaled"},  # in JAX, launch.py defines it; shards are chunked
     "problem.py": {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
+        "layout_of_input",  # of tokens that are gathered chunk by chunk
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
         "is_one_chunk",  # XLA divides such calls among devices
     },
@@ -196,6 +198,7 @@ ONE_FRAMEWORK_ONLY = {
     },
     "shard_rows.py": {
         *("ReducedRows", "start_sum", "put_rows_kernel", "put_sum"),  # XLA waits for sums, and writes them
+        *("with_targets", "own_target_logits", "place"),  # of tokens that are gathered chunk by chunk
         "clear_padding",  # in PyTorch a process knows its number of classes
         *("OwnNumbers", "merge_shards_kernel"),  # XLA fuses what it does
     },
@@ -210,7 +213,8 @@ ONE_FRAMEWORK_ONLY = {
         *("own_sum_of_d_input", "rows_of_all"),  # of tokens that are gathered chunk by chunk
         *(
             "VocabShard",
-            "start_all_sum",
+            *("start_all_sum", "start_gather", "start_own_sum", "group_of"),
+            "own_tokens",  # of tokens that are gathered chunk by chunk
             "check_group",
             "shard_of",
             "joint_normalizer",
@@ -221,7 +225,7 @@ ONE_FRAMEWORK_ONLY = {
     "smoothing.py": {"smooth_rows_kernel", "add_outer_kernel"},  # XLA fuses what they do
     # PyTorch differentiates the function with autograd, JAX its trace.
     "token_hook.py": {
-        *("log_prob_of", "factors", "call", "call_and_differentiate", "check_elementwise"),
+        *("bytes_of", "log_prob_of", "factors", "call", "call_and_differentiate", "check_elementwise"),
         *("TokenFunction", "TokenNeedsGrad", "TokenRows", "row_token_losses", "row_token_gradients"),
     },
     "tile_config.py": {

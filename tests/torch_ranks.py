@@ -32,6 +32,7 @@ if sys.argv[2:3] == ["triton"]:
 
     interpret_loss.prepare_process()
 from dtensor_checks import DTENSOR_CHECKS
+from gathered_checks import GATHERED_CHECKS
 
 import core_triton
 from parity.arrays import make_arrays
@@ -324,6 +325,14 @@ def check_explain(rank: int, ranks: int) -> None:
     options: dict[str, Any] = {"vocab_group": dist.group.WORLD, "vocab_size": 62}
     text = str(core_triton.explain(x, w, **options))
     assert "path: chunked" in text, text
+    w, options["sequence_parallel"] = torch.empty(1024, 16, dtype=torch.bfloat16), True
+    options |= {"vocab_size": 1024 * ranks, "memory_budget": 300_000, "device": "h100"}
+    text = str(core_triton.explain(x, w, **options))
+    assert "path: scaled_exp" in text, text
+    assert re.search(f"tokens: gathered chunk by chunk, up to \\d+ of each of {ranks} ranks", text), text
+    text = str(core_triton.explain(x, w, reduction="none", **options))
+    assert "tokens" not in text, text
+    del options["sequence_parallel"], options["device"]
     with pytest.raises(ValueError, match="saved_budget must be 0 with vocab_group"):
         core_triton.explain(x, w, reduction="none", saved_budget=1, **options)
 
@@ -405,6 +414,7 @@ KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
     "far_logits": check_far_logits,
     "smoothing": check_smoothing,
     "statistics": check_statistics,
+    **GATHERED_CHECKS,
 }
 
 

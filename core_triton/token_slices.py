@@ -1,0 +1,239 @@
+"""Tokens of which each rank of a vocabulary has its own, gathered chunk by chunk.
+
+The rows of every rank are packed, first those that contribute. Chunk c has slice c of the packed rows of each rank,
+m rows or fewer. So the number of chunks follows from the tokens of a rank, and the host needs no counts. In a chunk the
+rows that contribute come first again, in the order of the ranks, so that kernels can stop after the last of them. What
+the ranks exchange, besides what they do for a vocabulary with the same tokens (`shard_rows.py`):
+
+    during the chunk before    the rows of the input of a chunk, (ranks m, D), in one of two buffers, and then the
+                               targets' logits of these rows
+    during d_weight            d_input of a chunk, (ranks m, D): each rank gets the sum of its own rows, (m, D)
+    at the end                 the rows of the input of all but two chunks once more, for the targets' terms of
+                               d_weight, in the memory of the exponentials
+
+Chunks run from the last to the first. If the targets' terms were added with each chunk, they would make d_weight large
+before the other chunks are added, and each of these would round it: with five chunks of float16 that doubled the error
+of a test.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core_triton import packed_rows, saved_kernels, shard_rows, target_grad, vocab_shard
+from core_triton.launch import At, cdiv, launch
+from core_triton.packed_rows import PackedRows
+from core_triton.problem import Problem
+from core_triton.row_kernels import PACKED_ROWS, PASSED_ROWS
+from core_triton.shard_rows import ReducedRows
+from core_triton.smoothing import Smoothing
+from core_triton.tile_config import ScaledExpConfig
+
+
+@triton.jit
+def counted_rows(row_weight_ptr, tokens, BLOCK: tl.constexpr):
+    """Returns how many of row_weight (tokens,) are not 0."""
+    count = tl.zeros((), tl.int32)
+    for start in range(0, tokens, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        count += tl.sum((tl.load(row_weight_ptr + row, mask=row < tokens, other=0.0) != 0).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def pack_slices_kernel(
+    target_ptr, row_weight_ptr, order_ptr, packed_target_ptr, packed_weight_ptr, slot_ptr, place_ptr, count_ptr,
+    own_order_ptr, own_counts_ptr, tokens, ranks, own_rank, slice_rows, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Packs the rows of all ranks, target and row_weight (ranks * tokens,), in the order of this file.
+
+    Writes for each packed row its row of the call, order (int64), its target (int64) and row_weight (float32), and its
+    row in the gathered rows of its chunk, slot (int64), and its place among the packed rows of its rank, place (int64).
+    Writes for each chunk to count (chunks, 4) int32, in its first
+    column, the packed row after the last that contributes. Writes for the packed rows of `own_rank` alone their
+    row, own_order (tokens,) int64, and whether they contribute, own_counts (tokens,) float32. One program owns BLOCK_N
+    rows of a rank, and counts the contributing rows of all ranks.
+    """
+    rank, first = tl.program_id(1), tl.program_id(0) * BLOCK_N
+    weight_ptr = row_weight_ptr + rank.to(tl.int64) * tokens
+    of_rank = counted_rows(weight_ptr, tokens, BLOCK)
+    row = first + tl.arange(0, BLOCK_N)
+    inside = row < tokens
+    weight = tl.load(weight_ptr + row, mask=inside, other=0.0)
+    contributes = weight != 0
+    counts = contributes.to(tl.int32)
+    before = counted_rows(weight_ptr, first, BLOCK) + tl.cumsum(counts, 0) - counts
+    place = tl.where(contributes, before, of_rank + row - before)  # among the packed rows of the rank
+    chunk, within = place // slice_rows, place % slice_rows
+    begin = chunk * slice_rows
+    size = tl.minimum(slice_rows, tokens - begin)
+    count, earlier = tl.zeros((BLOCK_N,), tl.int32), tl.zeros((BLOCK_N,), tl.int32)
+    own = tl.minimum(tl.maximum(of_rank - begin, 0), size)
+    for other in range(ranks):
+        of_other = counted_rows(row_weight_ptr + tl.cast(other, tl.int64) * tokens, tokens, BLOCK)
+        of_other = tl.minimum(tl.maximum(of_other - begin, 0), size)
+        count += of_other
+        earlier += tl.where(other < rank, of_other, 0)
+    packed = ranks * begin + tl.where(contributes, earlier + within, count + rank * size - earlier + within - own)
+    in_call = rank.to(tl.int64) * tokens + row
+    tl.store(order_ptr + packed, in_call, mask=inside)
+    tl.store(packed_target_ptr + packed, tl.load(target_ptr + in_call, mask=inside, other=0), mask=inside)
+    tl.store(packed_weight_ptr + packed, weight, mask=inside)
+    tl.store(slot_ptr + packed, (rank * size + within).to(tl.int64), mask=inside)
+    tl.store(place_ptr + packed, place.to(tl.int64), mask=inside)
+    is_first = inside & (within == 0) & (rank == 0)  # one row of each chunk
+    tl.store(count_ptr + 4 * chunk, ranks * begin + count, mask=is_first)
+    is_own = inside & (rank == own_rank)
+    tl.store(own_order_ptr + place, row.to(tl.int64), mask=is_own)
+    tl.store(own_counts_ptr + place, counts.to(tl.float32), mask=is_own)
+
+
+class GatheredChunk(NamedTuple):
+    """A chunk whose rows of the input are gathered."""
+
+    problem: Problem  # input (n, D) has these rows
+    rows: PackedRows  # `order` is the row of that input for each packed row, and `count` that of `kernels.Active`
+    chunk: slice
+
+
+class TokenSlices:
+    """The slices of one call."""
+
+    def __init__(self, problem: Problem, rows: PackedRows, config: ScaledExpConfig, *, d_input: bool) -> None:
+        """Packs the rows in the order of this file in place of that of `packed_rows`, and starts the first gather.
+        `problem` is that of this rank's classes."""
+        x, shard = problem.input, problem.shard
+        assert shard is not None
+        self.problem, self.rows, self.shard = problem, rows, shard
+        self.slice_rows = config.rows // shard.ranks
+        self.chunks = config.chunks(len(problem.target))
+        self.slot, self.place = torch.empty_like(rows.order), torch.empty_like(rows.order)
+        self.counts = rows.count.new_empty((len(self.chunks), 4))  # each at a multiple of 16 bytes
+        self.own_order, self.own_counts = rows.order.new_empty(shard.tokens), rows.row_weight.new_empty(shard.tokens)
+        launch(
+            pack_slices_kernel,
+            (cdiv(shard.tokens, PACKED_ROWS), shard.ranks),
+            problem.target,
+            problem.row_weight,
+            rows.order,
+            rows.target,
+            rows.row_weight,
+            self.slot,
+            self.place,
+            self.counts,
+            self.own_order,
+            self.own_counts,
+            shard.tokens,
+            shard.ranks,
+            shard.rank,
+            self.slice_rows,
+            BLOCK=PASSED_ROWS,
+            BLOCK_N=PACKED_ROWS,
+            num_warps=8,
+        )
+        self.buffers = x.new_empty((self.chunks[:2][-1].stop, x.shape[1]))  # one after the other
+        self.own_part = x.new_empty((self.slice_rows * d_input, x.shape[1]), dtype=shard.dtype)
+        self.sums: tuple[Tensor, Any] | None = None  # target logits that are on their way
+        self.gather = self._start_gather(len(self.chunks) - 1)
+
+    def _start_gather(self, number: int) -> Any:
+        """Starts to gather the rows of a chunk."""
+        return self._start_gather_of(self._of(number).problem.input, number * self.slice_rows)
+
+    def _start_gather_of(self, result: Tensor, first: int) -> Any:
+        """Starts to gather the packed rows of each rank from `first` on to result (n, D), n / ranks of each."""
+        size = len(result) // self.shard.ranks
+        own = result[size * self.shard.rank :][:size]
+        places = {"order": At(self.own_order, first), "factor": At(self.own_counts, first)}
+        saved_kernels.pick_rows(self.problem.input, own, **places)
+        return vocab_shard.start_gather(result, own, self.shard.group)
+
+    def _of(self, number: int) -> GatheredChunk:
+        chunk = self.chunks[number]
+        first = number % 2 * self.chunks[0].stop
+        problem = replace(self.problem, input=self.buffers[first : first + chunk.stop - chunk.start])
+        rows = self.rows._replace(order=self.slot, count=self.counts[number, 0])
+        return GatheredChunk(problem, rows, chunk)
+
+    def next(self, chunk: slice) -> GatheredChunk:
+        """Returns a chunk, and starts to gather the rows of the one after it."""
+        number = self.chunks.index(chunk)
+        if self.sums is None:
+            self._place(number)
+        assert self.sums is not None
+        logit, work = self.sums
+        work.wait()
+        shard_rows.place(self.rows, chunk, logit)
+        if number:
+            self.gather = self._start_gather(number - 1)
+        return self._of(number)
+
+    def place_after(self, gathered: GatheredChunk) -> None:
+        """Starts the sum of the target logits of the chunk after this one, whose rows must have arrived."""
+        number = self.chunks.index(gathered.chunk)
+        if number:
+            self._place(number - 1)
+
+    def _place(self, number: int) -> None:
+        self.gather.wait()
+        problem, rows, chunk = self._of(number)
+        packed_rows.pick(problem, rows, chunk.start, chunk.stop - chunk.start, None)
+        logit = shard_rows.own_target_logits(rows, chunk)
+        self.sums = logit, vocab_shard.start_all_sum(logit, self.shard.group)
+
+    def start_sum(self, part: Tensor) -> ReducedRows:
+        """Starts the sums over the ranks of their parts (n, D) of d_input of a chunk, for the rows of this rank."""
+        own = self.own_part[: len(part) // self.shard.ranks]
+        return ReducedRows(own, vocab_shard.start_own_sum(own, part, self.shard.group))
+
+    def put_sum(self, reduced: ReducedRows, chunk: slice, d_input: Tensor) -> None:
+        """Waits for the sums of a chunk, and writes them to this rank's d_input (N, D)."""
+        start = chunk.start // self.shard.ranks
+        shard_rows.put_sum(reduced, At(self.own_order, start), At(self.own_counts, start), d_input)
+
+    def add_smoothing(
+        self,
+        smoothing: Smoothing,
+        gathered: GatheredChunk,
+        *,
+        target_logit: At,
+        row_weight: At,
+        theta: At | None,
+        loss_out: Tensor,
+    ) -> None:
+        """`Smoothing.add_to_rows` for the rows of a chunk."""
+        chunk, x = gathered.chunk, gathered.problem.input
+        loss = torch.zeros(len(x), dtype=torch.float32, device=x.device)  # of each row of x
+        of_chunk = replace(smoothing, problem=replace(smoothing.problem, input=x))
+        vectors = {"target_logit": target_logit, "row_weight": row_weight, "theta": theta}
+        of_chunk.add_to_rows(len(x), order=At(self.slot, chunk.start), **vectors, loss_out=loss)
+        loss_out[self.rows.order[chunk]] += loss[self.slot[chunk]]
+
+    def add_targets(self, memory: Tensor, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+        """Adds the targets' terms of all rows to the gradients of the head, if not None. The buffers still have the
+        rows of the input of the first two chunks. The others are gathered once more, as many at a time as `memory`
+        holds, or else a buffer."""
+        rows, ranks, tokens = self.rows, self.shard.ranks, self.shard.tokens
+        hidden, size = self.problem.input.shape[1], self.chunks[0].stop
+        count, classes = rows.count.new_full((), len(rows.order)), self.problem.classes
+        held = min(2 * self.slice_rows, tokens) if d_weight is not None else tokens
+        memory = max(memory, self.buffers, key=Tensor.numel).view(-1)
+
+        def add(x: Tensor, row: Tensor, first: int, last: int) -> None:
+            here = (rows.row_weight != 0) & (self.place >= first) & (self.place < last)
+            sorted_rows = target_grad.sort_by_target(
+                torch.where(here, rows.target, -1), row, rows.theta, count, classes
+            )
+            target_grad.add_targets(x, *sorted_rows, count, classes, d_weight=d_weight, d_bias=d_bias)
+
+        add(self.buffers, self.slot + size * (self.place >= self.slice_rows), 0, held)
+        most = memory.numel() // (ranks * hidden)
+        for first in range(held, tokens, most):
+            n = min(most, tokens - first)
+            x = memory[: ranks * n * hidden].view(ranks * n, hidden)
+            self._start_gather_of(x, first).wait()
+            add(x, rows.order // tokens * n + self.place - first, first, first + n)
