@@ -151,7 +151,7 @@ def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, 
     if of_tokens is not None:
         for name in OF_HEAD:
             if local.get(name) is not None:
-                local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens))
+                local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens, False))
         if reduction != "none":
             local["token_group"] = of_tokens
     if of_neither is None:
@@ -275,6 +275,9 @@ def _head_of_fsdp(function: Callable[..., Any], bound: inspect.BoundArguments, g
         if not is_dtensor(one) or one.placements != w.placements:
             raise ValueError(f"{name} must be a DTensor with the placements of linear_weight, got {one}")
         local[name] = one.to_local()
+        for index, place in enumerate(w.placements):  # of HSDP, whose ranks have copies
+            if place == Replicate() and w.device_mesh.size(index) > 1:
+                local[name] = cast(Tensor, _Shared.apply(local[name], w.device_mesh.get_group(index), True))
     if not sharded:
         return _call(function, local)
     reduction = local.get("reduction", "mean")
@@ -449,18 +452,19 @@ def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", like: Tensor, *, mea
 
 
 class _Shared(torch.autograd.Function):
-    """An array that ranks share. The backward pass adds its gradients of all ranks in float32."""
+    """An array that ranks share. The backward pass adds its gradients of all ranks in float32, or with `mean` takes
+    their mean."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
+    def forward(ctx: Any, value: Tensor, group: Any, mean: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.mean = group, mean
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         total = gradient.float().contiguous()
-        total = total.clone() if total is gradient else total
-        return vocab_shard.all_sum(total, ctx.group.group_name).to(gradient.dtype), None
+        total = vocab_shard.all_sum(total.clone() if total is gradient else total, ctx.group.group_name)
+        return (total / ctx.group.size() if ctx.mean else total).to(gradient.dtype), None, None
 
 
 class _Summed(torch.autograd.Function):

@@ -241,6 +241,26 @@ def check_fsdp2_parameter(rank: int, ranks: int) -> None:
     torch.testing.assert_close(gradient.full_tensor(), expected[1])
 
 
+def check_hsdp_parameter(rank: int, ranks: int) -> None:
+    """The function on a parameter of FSDP2 that the ranks of the first dimension have copies of, or all ranks."""
+    arrays = drawn()
+    x, target = arrays["input"][: TOKENS // ranks * ranks], arrays["target"][: TOKENS // ranks * ranks]
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
+    w, b = (arrays[name].clone().requires_grad_() for name in ("linear_weight", "linear_bias"))
+    expected = torch.autograd.grad(mean(x, w, target, linear_bias=b), (w, b))
+    head = torch.nn.Linear(HIDDEN, CLASSES)
+    with torch.no_grad():
+        head.weight.copy_(w)
+        head.bias.copy_(b)
+    fully_shard(head, mesh=mesh)
+    copies = [distribute_tensor(one.detach(), mesh, [Replicate()] * 2).requires_grad_() for one in (w, b)]
+    for weight, bias in ((head.weight, head.bias), copies):
+        mine = x.chunk(ranks)[rank], weight, target.chunk(ranks)[rank]
+        mean(*mine, linear_bias=bias, token_group=dist.group.WORLD).backward()
+        gradients: Any = weight.grad, bias.grad
+        torch.testing.assert_close(tuple(one.full_tensor() for one in gradients), expected)
+
+
 def check_vocab_parallel(rank: int, ranks: int) -> None:
     """`parallelize_module`, with the same tokens on all ranks, and with a part of them on each."""
     arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
@@ -338,6 +358,7 @@ DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
     "dtensor_statistics": check_dtensor_statistics,
     "data_parallel": check_data_parallel,
     "fsdp2_parameter": check_fsdp2_parameter,
+    "hsdp_parameter": check_hsdp_parameter,
     "vocab_parallel": check_vocab_parallel,
     "dtensor_compiled": check_compiled,
     "dtensor_errors": check_dtensor_errors,

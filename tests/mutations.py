@@ -612,6 +612,7 @@ SCALE = (
     Mutation("core_triton/dtensors.py", "one / group.size()", "one", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "(correct / count.clamp(min=1))", "found.accuracy", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "own[start : start + step]", "own[:step]", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", "total / ctx.group.size() if ctx.mean", "total if ctx.mean", TORCH_RANKS),
     Mutation(
         "core_triton/chunked.py",
         "d_input = vocab_shard.sum_of_d_input(problem.shard, d_input)",
