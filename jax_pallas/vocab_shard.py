@@ -12,7 +12,7 @@ d_weight and d_bias stay where they are. All shards have the same number of rows
 the classes. These are masked, because which they are is known only when the program runs.
 
 `psum_p` and not `jax.lax.psum`: the program of an operator has no mesh (`primitives.py`), so its arrays do not have the
-types by which JAX tracks what varies. `primitives.py` gives the results their types.
+types by which JAX tracks what varies. `primitives.py` gives the results their types, and the other collectives theirs.
 """
 
 from functools import reduce
@@ -22,6 +22,7 @@ from jax import Array, lax
 
 from jax_pallas import row_math
 from jax_pallas.devices import Devices
+from jax_pallas.primitives import collective
 from jax_pallas.row_math import Partial
 
 
@@ -63,3 +64,30 @@ def gather(devices: Devices, numbers: Array) -> Array:
     rank = lax.axis_index(devices.vocab_axes)
     places = jnp.zeros((numbers.shape[0], devices.shards, numbers.shape[1]), numbers.dtype)
     return all_sum(devices, places.at[:, rank].set(numbers))
+
+
+def own_sum_of_d_input(devices: Devices, d_input: Array) -> Array:
+    """Returns this device's rows of the sum over all shards of their parts of d_input, (n, D) float32, of the devices
+    that divide the rows of the input, as many of each, one after the other."""
+    own = _own_rows_of_sum(d_input.astype(devices.reduce_dtype), devices.gather_axes)
+    if devices.shared_vocab_axes:
+        axes = tuple(axis for axis in devices.vocab_axes if axis in devices.shared_vocab_axes)
+        own = lax.psum_p.bind(own, axes=axes, axis_index_groups=None)
+    return own.astype(jnp.float32)
+
+
+def rows_of_all(devices: Devices, rows: Array) -> Array:
+    """Returns rows (m, D) of each device that divides the rows of the input, one after the other."""
+    return _rows_of_all(rows, devices.gather_axes)
+
+
+_own_rows_of_sum = collective(
+    "linear_ce_own_rows_of_sum",
+    lambda rows, axes: lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True),
+    lambda shape, devices: (shape[0] // devices, *shape[1:]),
+)
+_rows_of_all = collective(
+    "linear_ce_rows_of_all",
+    lambda rows, axes: lax.all_gather(rows, axes, tiled=True),
+    lambda shape, devices: (shape[0] * devices, *shape[1:]),
+)
