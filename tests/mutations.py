@@ -651,6 +651,12 @@ SCALE = (
     ),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
     Mutation(
+        "jax_pallas/vocab_shard.py",
+        "(operand, cuda=wait,",
+        "(operand, cuda=lambda operand: operand,",
+        tests("jax_pallas_kernels", "begins_first"),
+    ),
+    Mutation(
         "jax_pallas/token_slices.py",
         "chunk.start + lax.axis_index(self.devices.gather_axes) * own.size",
         "chunk.start",

@@ -144,7 +144,9 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
     assert len(sums) == chunks
     for index in sums:
         done = next(i for i in range(index, len(names)) if names[i].startswith("all-reduce-done"))
-        assert "d_weight" in names[index:done]
+        beside = names[index:done]
+        assert "d_weight" in beside
+        assert any(name.startswith("let_begin") for name in beside[: beside.index("d_weight")])
         assert "{0,1}" not in names[index]  # row by row, or the operations before and after it are slow
     if mode == "token_stats":  # the kernel of the logits spills with all statistics, of one GPU too
         return
@@ -184,6 +186,7 @@ def test_tokens_are_gathered_beside_the_chunk_before(
     # Nothing runs beside the first one, beside the second perhaps where chunks are small, and beside those at the end.
     assert gathers == [{"exponentials"}] * len(gathers)
     assert len(gathers) >= chunks - 2 + (chunks == 2)
+    assert len([name for name in names if name.startswith("let_begin")]) == 2 * chunks - 1
     check_kernels(tmp_path, *MATMULS, *(f"{name}_kernel" for name in ("pick", "own_numbers", "finish_rows", "repair")))
 
 
