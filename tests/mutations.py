@@ -608,12 +608,8 @@ SCALE = (
         RANKS_BY_KERNELS,
     ),
     Mutation("core_triton/vocab_shard.py", "normalizer.float() / ranks", "normalizer.float()", TORCH_RANKS),
-    Mutation(
-        "core_triton/vocab_shard.py", "own += received", "own -= received", RANKS_BY_KERNELS
-    ),
-    Mutation(
-        "core_triton/shard_rows.py", "plan_of(of_shard.problem).batch_invariant", "False", RANKS_BY_KERNELS
-    ),
+    Mutation("core_triton/vocab_shard.py", "own += received", "own -= received", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "plan_of(of_shard.problem).batch_invariant", "False", RANKS_BY_KERNELS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "one / group.size()", "one", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "(correct / count.clamp(min=1))", "found.accuracy", TORCH_RANKS),
