@@ -32,7 +32,7 @@ class Devices(NamedTuple):
     reduce_dtype: str = "float32"  # of the sums of d_input over the shards
     gather: str | None = None  # what is gathered over `gather_axes`: "tokens" or "head"
     # The axes of `token_axes` whose devices also have different classes. With "tokens" they are in `vocab_axes` too,
-    # and with "head" not.
+    # and with "head" not. `token_axes` has them no longer where all numbers of the tokens but input are gathered.
     gather_axes: tuple[str, ...] = ()
     parts: int = 1  # of the head on all devices, also those that are gathered
 
@@ -40,6 +40,11 @@ class Devices(NamedTuple):
     def axes(self) -> tuple[str, ...]:
         """The axes that the call names."""
         return tuple(dict.fromkeys((*self.token_axes, *self.vocab_axes)))
+
+    @property
+    def token_parts(self) -> int:
+        """Among how many devices the rows of input are divided, of which all have the other numbers of the tokens."""
+        return lax.axis_size(self.gather_axes) if self.gather == "tokens" and self.gather_axes else 1
 
     @property
     def sums_in_float32(self) -> bool:

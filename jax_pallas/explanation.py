@@ -62,7 +62,7 @@ def explained(
 ) -> Explanation:
     """Returns the implementation and the plan of a call: the arguments are those of `linear_ce.explain`."""
     reduction = spec.reduction
-    rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
+    rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target
     if grad_into is not None and not hasattr(grad_into, "dtype"):
         raise TypeError(f"grad_into must be an array or None, got {type(grad_into).__name__}")
     named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
@@ -86,7 +86,8 @@ def explained(
         devices = devices._replace(vocab_axes=names, shards=shards, parts=shards)
         classes *= devices.shards
     shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "devices": devices}
-    problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
+    per_token: Any = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    problem = Problem(flat, linear_weight, None, per_token, per_token, None, **shared)
     check_flag("with_entropy", with_entropy)
     into = grad_into is not None
     # With a scalar reduction the sum of grad_into is a result of the call: its matmul also runs without gradients.

@@ -2,7 +2,9 @@
 all, or the rows of the head of all.
 
     "tokens"  each device computes the loss of the tokens of all devices for its classes (`vocab_shard.py`), and takes
-              the results and the rows of d_input of its own tokens. d_weight stays where it is.
+              the results of its own tokens. d_weight stays where it is. Targets and other numbers of the tokens are
+              gathered before the rule. The plan decides how rows of the input are: `scaled_exp` gathers those of a
+              chunk at a time (`token_slices.py`). All other plans gather all of them (`of_all_rows`).
     "head"    each device computes the loss of its tokens for the whole head, which is gathered in its own dtype before
               the forward rule. The rule sums d_weight over the devices in float32, and each keeps the rows of its
               shard (`Devices.sum_of_head`): a reduce-scatter. The backward rule scales the shard.
@@ -17,8 +19,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal
 
+from jax_pallas import vocab_shard
 from jax_pallas.devices import Devices, aligned
 from jax_pallas.options import Arrays, Options, TokenOptions
+from jax_pallas.problem import Gradients, NeedsGrad, Problem
 
 Static = Options | TokenOptions
 
@@ -60,12 +64,13 @@ def on_devices(
 
 
 def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
-    """Runs an operator on the tokens of all devices of `gather_axes`. Returns the results of this device's tokens."""
-    devices, tokens = static.devices, arrays[0].shape[0]
+    """Runs an operator on the tokens of all devices of `gather_axes`, of which it gathers the rows of the input itself.
+    Returns the results of this device's tokens."""
+    devices = static.devices
     axes = devices.gather_axes
     others = tuple(axis for axis in devices.token_axes if axis not in axes)
-    options = replace(_options(static), devices=devices._replace(token_axes=others, gather_axes=()))
-    rows = [0, 2, 3]
+    options = replace(_options(static), devices=devices._replace(token_axes=others))
+    rows = [2, 3]
     if isinstance(static, TokenOptions):
         rows += range(options.count, options.count + static.per_token)
     inner: Static = replace(static, options=options) if isinstance(static, TokenOptions) else options
@@ -73,13 +78,55 @@ def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
     def gathered(index: int, array: Array) -> Array:
         return cast(Array, lax.all_gather(array, axes, tiled=True, to="invarying")) if index in rows else array
 
-    def own(result: Array) -> Array:
-        if result.ndim != 1:  # a loss, or a sum of grad_into
-            return result
-        return lax.dynamic_slice_in_dim(result, lax.axis_index(axes) * tokens, tokens)
-
     results = operator(inner, *(gathered(index, array) for index, array in enumerate(arrays)))
-    return tuple(map(own, results))
+    # Not a loss, or a sum of grad_into.
+    return tuple(own_rows(devices, result) if result.ndim == 1 else result for result in results)
+
+
+def own_rows(devices: Devices, rows: Array) -> Array:
+    """Returns this device's part of rows of all devices that divide the tokens, which have the same."""
+    if devices.token_parts == 1:
+        return rows
+    size = rows.shape[0] // devices.token_parts
+    return lax.dynamic_slice_in_dim(rows, lax.axis_index(devices.gather_axes) * size, size)
+
+
+def of_all_rows(problem: Problem) -> Problem:
+    """Returns a problem whose input has the rows of all devices, which are gathered if it has those of one."""
+    if problem.devices.token_parts == 1:
+        return problem
+    x = vocab_shard.rows_of_all(problem.devices, problem.input)
+    return replace(problem, input=x, devices=problem.devices._replace(gather_axes=()))
+
+
+def are_complete(devices: Devices, input: Array) -> bool:
+    """Returns whether the gradients of the head of a call whose tokens are gathered are complete on each device when
+    they are computed, and are rounded then. Those of float16 are multiplied by powers of two before."""
+    return devices.token_parts > 1 and not devices.token_axes and input.dtype == jnp.bfloat16
+
+
+def with_float32_sums(problem: Problem, needs_grad: NeedsGrad) -> Problem:
+    """Returns a problem whose gradients of the head are summed in float32 before they are rounded, where devices have
+    different tokens."""
+    if not problem.devices.sums_in_float32:
+        return problem
+    b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
+    if needs_grad.d_weight and into is None:
+        into = jnp.zeros(w.shape, jnp.float32)
+    return replace(problem, linear_bias=None if b is None else b.astype(jnp.float32), grad_into=into)
+
+
+def own_gradients(options: Options, arrays: Arrays, problem: Problem, gradients: Gradients) -> Gradients:
+    """Returns the gradients of this device, where `of_all_rows` may have gathered the input."""
+    devices, named = options.devices, options.named(arrays)
+    d_input, d_weight, d_bias = gradients
+    if d_input is not None and problem.devices.token_parts != devices.token_parts:
+        d_input = own_rows(devices, d_input)
+    if are_complete(devices, problem.input):
+        if d_weight is not None and not options.has_grad_into:
+            d_weight = d_weight.astype(named["linear_weight"].dtype)
+        d_bias = None if d_bias is None else d_bias.astype(named["linear_bias"].dtype)
+    return Gradients(d_input, d_weight, d_bias)
 
 
 def with_whole_head(rule: Any) -> Any:

@@ -47,8 +47,10 @@ from jax_pallas.hopper_tiles import (
     logits_warpgroup,
     walk_of,
 )
+from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import IN_A_NUMBER, LN_2, LOG2_E, Exponentials, shift_of
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
+from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
 from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, SHIFTS, SQUARES
 
@@ -434,6 +436,31 @@ def to_exponentials(found: dict[str, Array]) -> Exponentials:
     return Exponentials(
         found.get("out"), found["sums"], found.get("tops"), *of_targets, **others, others=found.get("others")
     )
+
+
+def exponentials_of_split_head(
+    problem: Problem, arrays: tuple[Any, ...], in_d_weight: Array | None, options: dict[str, Any]
+) -> Exponentials:
+    """Returns `exponentials` of these arguments for a head that is split, one part at a time.
+
+    If the last part would end past the last class block, it starts earlier. It then writes the same numbers again.
+    """
+    (x, w, *others), plan, axis = arrays, plan_of(problem), problem.vocab_axis
+    assert plan.tile is not None
+    block_v, blocks = plan.tile.block_v, cdiv(problem.classes, plan.tile.block_v)
+    part_blocks = min(blocks, cdiv(plan.scaled_exp_config.head_rows, block_v))
+    size = min(part_blocks * block_v, w.shape[axis])
+
+    def body(found: dict[str, Array], part: Slice) -> tuple[dict[str, Array], None]:
+        first = part.start * block_v
+        start = jnp.minimum(first, w.shape[axis] - size)
+        of_part = HeadPart(jnp.asarray(part.start, jnp.int32), first - start, found)
+        both = problem.weight_of(Slice(start, size, None))
+        return exponentials_of_part(x, both, *others, of_part, blocks=part_blocks, **options), None
+
+    kinds = {name: options[name] for name in ("rows", "classes", "stores", "statistics", "piece") if name in options}
+    found, _ = over_slices(body, nothing_yet(others=in_d_weight, **kinds), blocks, part_blocks)
+    return to_exponentials(found)
 
 
 class StatisticsSwitches(NamedTuple):

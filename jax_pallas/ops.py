@@ -37,7 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, launch, row_math, vocab_shard
-from jax_pallas.gathering import on_devices
+from jax_pallas.gathering import are_complete, of_all_rows, on_devices, own_gradients, own_rows, with_float32_sums
 from jax_pallas.launch import Lowering
 from jax_pallas.options import Arrays, Options, TokenOptions
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
@@ -174,7 +174,7 @@ def row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     d_loss = dense(cotangents[0])
     if made is not None:
         gradients, scales, row_weight = made
-        d_row = jnp.where(row_weight != 0, d_loss, 0.0)[:, None]
+        d_row = own_rows(options.devices, jnp.where(row_weight != 0, d_loss, 0.0))[:, None]
         scaled = _scaled(gradients, d_row, None, scales)
         assert scaled.d_input is not None
         # A row of NaN whose upstream gradient is 0 has a zero gradient, as where it is computed here.
@@ -454,6 +454,7 @@ def _plan_a(
         losses, found, gradients = chunked.loss_and_gradients(
             tiles_of(plan), problem, plan.chunk_config, needs_grad, scales, statistics
         )
+    gradients = own_gradients(options, arrays, problem, gradients)
     return losses, present_statistics(found, options.statistics), gradients, scales
 
 
@@ -494,7 +495,7 @@ def _token_plan_a(
         )
         log_prob = None if found is None or found.nll is None else 0.0 - found.nll
     stats = () if log_prob is None else _stats(token, log_prob, problem.row_weight, found)
-    return rows, stats, gradients, scales
+    return rows, stats, own_gradients(token.options, of_call, problem, gradients), scales
 
 
 @opaque("linear_ce_token_values")
@@ -543,7 +544,8 @@ def gradients_of_rows(
     coefficients = row_math.loss_coefficients(
         options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
     )
-    return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    gradients = chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    return own_gradients(options, arrays, problem, gradients)
 
 
 @opaque("linear_ce_gradients")
@@ -559,7 +561,8 @@ def _gradients(
     entropy = coefficients.beta is not None
     problem = make_problem("gradients", options, arrays, needs_grad, lowering, entropy=entropy)
     plan = plan_of(problem)
-    return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    gradients = chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    return own_gradients(options, arrays, problem, gradients)
 
 
 def forward_problem(options: Options, arrays: Sequence[Array], lowering: Lowering | None = None) -> Problem:
@@ -588,7 +591,8 @@ def make_problem(
     statistics: int = 0,
     entropy: bool = False,
 ) -> Problem:
-    """Returns the problem, with its plan, of a call that is lowered, or traced where `lowering` is None.
+    """Returns the problem, with its plan, of a call that is lowered, or traced where `lowering` is None. If devices
+    divide the tokens, the rows of the input are those of all, unless the plan gathers them chunk by chunk.
 
     Raises:
         ValueError: the call is lowered for several devices, to which XLA cannot distribute it.
@@ -597,29 +601,34 @@ def make_problem(
     problem = Problem(**options.named(arrays), **shared, devices=options.devices)
     offset = vocab_shard.first_class(options.devices, problem.linear_weight.shape[options.vocab_axis])
     problem = replace(problem, vocab_offset=offset)
-    if options.devices.sums_in_float32:  # the gradients of the head are summed in float32 before they are rounded
-        b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
-        if needs_grad.d_weight and into is None:
-            into = jnp.zeros(w.shape, jnp.float32)
-        problem = replace(problem, linear_bias=None if b is None else b.astype(jnp.float32), grad_into=into)
     implementation = implementation_of(options, arrays, lowering)
-    plan = plan_for(
-        problem,
-        stage,
-        options.memory_budget,
-        implementation,
-        needs_grad,
-        launch.device_info(implementation, launch.traced_platform() if lowering is None else lowering.platform),
-        statistics=statistics,
-        entropy=entropy,
-        # Where no implementation is named, it is known only when the call is lowered.
-        batch_invariant=options.batch_invariant and (options.implementation, lowering) != (None, None),
-    )
-    plan.check_named(options.implementation)
-    problem = replace(problem, plan=plan)
+    device = launch.device_info(implementation, launch.traced_platform() if lowering is None else lowering.platform)
+
+    def planned(problem: Problem) -> Problem:
+        plan = plan_for(
+            problem,
+            stage,
+            options.memory_budget,
+            implementation,
+            needs_grad,
+            device,
+            statistics=statistics,
+            entropy=entropy,
+            # Where no implementation is named, it is known only when the call is lowered.
+            batch_invariant=options.batch_invariant and (options.implementation, lowering) != (None, None),
+        )
+        plan.check_named(options.implementation)
+        return replace(problem, plan=plan)
+
+    complete = are_complete(options.devices, problem.input)
+    if complete:
+        problem = planned(problem)
+    if not complete or plan_of(problem).path != "scaled_exp":
+        problem = planned(with_float32_sums(problem, needs_grad))
+    plan = plan_of(problem)
     if lowering is not None and not (options.devices.replicated or is_one_chunk(problem)):
         launch.check_devices(plan.implementation, lowering.devices)
-    return problem
+    return problem if plan.path == "scaled_exp" else of_all_rows(problem)
 
 
 def plan_for(
@@ -635,9 +644,11 @@ def plan_for(
     batch_invariant: bool = False,
 ) -> ExecutionPlan:
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays."""
+    x = layout_of(problem.input)
+    parts = problem.devices.token_parts
     key = PlanKey(
         stage=stage,
-        input=layout_of(problem.input),
+        input=x._replace(shape=(parts * x.shape[0], x.shape[1])),
         linear_weight=layout_of(problem.linear_weight),
         vocab_axis=problem.vocab_axis,
         classes=problem.local_classes,
@@ -656,6 +667,7 @@ def plan_for(
         batch_invariant=batch_invariant,
         shards=problem.devices.shards if problem.devices.vocab_axes else 0,
         pads_shards=problem.masks_classes,
+        token_parts=parts,
     )
     return make_plan(key)
 

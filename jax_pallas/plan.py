@@ -49,7 +49,7 @@ class PlanKey(NamedTuple):
     """Everything that a plan depends on."""
 
     stage: Stage
-    input: MatrixLayout  # (N, D)
+    input: MatrixLayout  # (N, D), of the tokens of all devices that divide them
     linear_weight: MatrixLayout  # (V, D), or (D, V) where `vocab_axis` is 1, or a shard of it
     vocab_axis: int
     classes: int  # rows of linear_weight that are no padding
@@ -68,6 +68,7 @@ class PlanKey(NamedTuple):
     batch_invariant: bool = False
     shards: int = 0  # devices among which the vocabulary is divided; 0: it is not
     pads_shards: bool = False  # the last rows of the last shards are no classes
+    token_parts: int = 1  # of the input, which each device has one of
 
 
 @dataclass(frozen=True)
@@ -406,6 +407,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             + (key.shards > 0) * SHARD_ROW * tokens,
             # The numbers of this device, of all devices before and after they are summed, and merged.
             exchanged=(key.shards > 0) * 4 * EXCHANGED * (3 * key.shards + 2),
+            token_parts=key.token_parts,
             batch_invariant=key.batch_invariant,
             room=room,
             call=call,

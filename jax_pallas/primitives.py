@@ -17,7 +17,7 @@ import jax.core
 from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 from jax_pallas.launch import Lowering
 
@@ -36,10 +36,13 @@ def _result_shapes(
     return [(jax.tree_util.keystr(path), result) for path, result in found], tree
 
 
-def _vocab_axes(static: Any) -> frozenset[str]:
-    """Returns the axes over which a call divides the vocabulary, from the static arguments of an operator."""
+def _vocab_axes(static: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the axes over which a call divides the vocabulary, from the static arguments of an operator, and those of
+    them whose devices have the same rows of the input."""
     options = static[0] if isinstance(static, tuple) else static
-    return frozenset(options.devices.vocab_axes) if hasattr(options, "devices") else frozenset()
+    if not hasattr(options, "devices"):
+        return frozenset(), frozenset()
+    return frozenset(options.devices.vocab_axes), options.devices.shared_vocab_axes
 
 
 def one_device() -> Any:
@@ -57,7 +60,7 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
 
     Where `returns_tuple`, `function` returns a tuple of arrays. Other results are put together as a trace of `function`
     shows them. If the call divides the vocabulary among devices, all results but d_weight and d_bias are the same on
-    these devices (`vocab_shard.py`).
+    these devices (`vocab_shard.py`), and d_input on those that have the same rows of the input.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -79,14 +82,13 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
         mesh, axes = avals[0].sharding.mesh, avals[0].manual_axis_type
 
-        shared = axes.update(varying=axes.varying - _vocab_axes(static))
+        shared, of_input = (axes.update(varying=axes.varying - names) for names in _vocab_axes(static))
 
         def typed(path: str, array: Any) -> jax.core.ShapedArray:
             sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(array.shape)))
-            of_head = path.endswith((".d_weight", ".d_bias"))
-            return jax.core.ShapedArray(
-                array.shape, array.dtype, sharding=sharding, manual_axis_type=axes if of_head else shared
-            )
+            kind = axes if path.endswith((".d_weight", ".d_bias")) else shared
+            kind = of_input if path.endswith(".d_input") else kind
+            return jax.core.ShapedArray(array.shape, array.dtype, sharding=sharding, manual_axis_type=kind)
 
         return [typed(*result) for result in shapes_of(avals, static, tree)[0]]
 
@@ -108,6 +110,36 @@ def compiled(primitive: Primitive, function: Function, *static: str) -> Function
         return (primitive.bind if traced else function)(*leaves, **parameters)
 
     return jax.jit(call, static_argnames=static)
+
+
+def collective(name: str, function: Function, shape: Callable[[tuple[int, ...], int], tuple[int, ...]]) -> Function:
+    """Returns `function(array, axes)`, a collective operation of JAX over axes of a mesh, for the program of an opaque
+    primitive, whose arrays do not have the types that it needs. They get these types where it is lowered.
+
+    Args:
+        shape: (shape of the array, number of devices) -> shape of the result.
+    """
+    primitive = Primitive(name)
+
+    def abstract(array: Any, *, axes: tuple[str, ...]) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(shape(array.shape, jax.lax.axis_size(axes)), array.dtype)
+
+    def lower(context: mlir.LoweringRuleContext, array: Any, *, axes: tuple[str, ...]) -> Any:
+        of_module: Any = context.module_context.axis_context
+        sizes, manual = of_module.mesh.shape, of_module.manual_axes
+        kinds = tuple(AxisType.Manual if name in manual else AxisType.Auto for name in sizes)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), kinds)
+        untyped: Any = context.avals_in[0]
+        kind = untyped.manual_axis_type.update(varying=frozenset(axes))
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(untyped.shape)))
+        typed = jax.core.ShapedArray(untyped.shape, untyped.dtype, sharding=sharding, manual_axis_type=kind)
+        with use_abstract_mesh(mesh):
+            lowered = mlir.lower_fun(partial(function, axes=axes), multiple_results=False)
+            return lowered(context.replace(avals_in=[typed]), array)
+
+    primitive.def_abstract_eval(abstract)
+    mlir.register_lowering(primitive, lower)
+    return lambda array, axes: primitive.bind(array, axes=axes)
 
 
 def _partitioned(context: Any) -> int:

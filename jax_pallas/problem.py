@@ -20,7 +20,7 @@ class Problem:
     """The arrays of one call and its options.
 
     Args:
-        input: (N, D).
+        input: (N, D), or the rows of this device, (N / `devices.token_parts`, D).
         linear_weight: (V, D), or (D, V) where `vocab_axis` is 1, or the shard of it that starts at class
             `vocab_offset`; float32 or input's dtype.
         linear_bias: (V,), of the same rows, or None.
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def tokens(self) -> int:
-        return self.input.shape[0]
+        return self.target.shape[0]
 
     @property
     def local_classes(self) -> int:

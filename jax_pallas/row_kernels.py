@@ -204,6 +204,14 @@ def pick(
     return CallRows(target, row_weight, ref_exponent, top, flag, *made), held
 
 
+def no_rows_yet(target: Array, row_weight: Array, *, flags: int, largest: bool, gradients: bool) -> CallRows:
+    """Returns the rows of a call as `pick` does, without reference exponents."""
+    size = target.shape
+    ref_exponent, top = jnp.full(size, jnp.inf), jnp.full(size, -jnp.inf)
+    made: Any = (lax.empty(size, jnp.float32) if needed else None for needed in (True, True, True, largest, gradients))
+    return CallRows(target, row_weight, ref_exponent, top, jnp.zeros(flags, jnp.int32), *made)
+
+
 def column_sums(ref: Any, row: Array, needed: Any = True) -> Array:
     """Returns the sum over class blocks of ref (class blocks, rows), one for each of `row`, in a fixed order; zeros
     where it is not needed."""

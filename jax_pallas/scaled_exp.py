@@ -34,7 +34,8 @@ d_input replace them. So a chunk takes little memory besides its exponentials.
 
 Where devices have shards of the vocabulary (`shard_rows.py`), `_run` has the problem of the device's own classes, and
 between the first two steps the devices exchange the numbers of the rows. d_input is then a sum over the devices, in
-float32 of one chunk. It is computed before d_weight, beside which it is summed.
+float32 of one chunk. It is computed before d_weight, beside which it is summed. Devices that divide the tokens too
+gather the rows of a chunk while they compute the one before: `token_slices.py`.
 """
 
 from typing import Any, NamedTuple
@@ -44,10 +45,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jax_pallas import float16, kernels, row_kernels, saved_kernels, shard_rows, target_grad, tile_config, vocab_shard
+from jax_pallas import (
+    float16,
+    kernels,
+    row_kernels,
+    saved_kernels,
+    shard_rows,
+    target_grad,
+    tile_config,
+    token_slices,
+    vocab_shard,
+)
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, halves, plan_of
-from jax_pallas.row_kernels import CallRows, ChunkNumbers, Exponentials, TargetPlaces
+from jax_pallas.row_kernels import CallRows, ChunkNumbers, TargetPlaces
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.row_statistics import finish_statistics
 from jax_pallas.shard_rows import ShardRows
@@ -55,6 +66,7 @@ from jax_pallas.slicing import Slice, over_chunks, over_slices
 from jax_pallas.smoothing import Smoothing
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 from jax_pallas.token_hook import TokenHook, TokenRows
+from jax_pallas.token_slices import GatheredChunk, TokenSlices
 from linear_ce.gpus import share_added_in_l2
 from linear_ce.statistics import BY_ROW, MAX, OF_BLOCKS, OF_LOGITS, SHIFTS
 
@@ -81,9 +93,10 @@ class Carry(NamedTuple):
     """The values that each chunk passes to the next; None if not computed."""
 
     rows: CallRows
-    held: Array | None  # (N, D): input's rows, then d_input's
+    held: Array | None  # (N, D): input's rows, then d_input's; with `TokenSlices` d_input's rows of this device
     d_weight: Array | None
     d_bias: Array | None  # (K,) float32
+    ahead: GatheredChunk | None = None  # the next chunk, of `TokenSlices`
 
 
 def scaled_exp(
@@ -210,6 +223,9 @@ def _run(
     config, tokens, bias_scale = plan_of(problem).scaled_exp_config, problem.tokens, None
     if scales is not None and problem.grad_into is not None:
         scales, bias_scale = (scales[0], jnp.float32(1.0)), scales[1]
+    slices, parts = None, problem.devices.token_parts
+    if parts > 1:
+        problem, hook = token_slices.in_order_of_chunks(problem, hook)
     whole, (target, row_weight) = problem, _call_rows(problem)
     whole_target, shards = target, bool(problem.devices.vocab_axes)
     if shards:  # below, `problem` has the classes of this device
@@ -220,28 +236,29 @@ def _run(
     last_start, gradients = config.last_start(tokens), any(needs_grad) or saves
     others = last_start // config.rows  # chunks, besides the last
     flags = others * row_kernels.chunk_flags(config.rows) + row_kernels.chunk_flags(config.first_rows or config.rows)
-    rows, held = row_kernels.pick(
-        problem,
-        target,
-        row_weight,
-        flags=flags,
-        holds=needs_grad.d_input,
-        largest=statistics & MAX != 0,
-        gradients=gradients,
-    )
+    options: dict[str, Any] = {"flags": flags, "largest": statistics & MAX != 0, "gradients": gradients}
+    if parts == 1:
+        rows, held = row_kernels.pick(problem, target, row_weight, holds=needs_grad.d_input, **options)
+    else:
+        slices, rows = TokenSlices(problem, whole.devices), row_kernels.no_rows_yet(target, row_weight, **options)
+        held = lax.empty(problem.input.shape, problem.input.dtype) if needs_grad.d_input else None
     if plan_of(problem).fits_float16:
         rows = float16.place(problem, rows, problem.input if held is None else held)
     of_shard = None
-    if shards:
+    if slices is not None:
+        of_shard = ShardRows(whole, whole_target)
+    elif shards:
         rows, of_shard = shard_rows.start(rows, whole_target, whole)
     places = _call_places(problem, target, others + 1)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
-        shared = of_shard, hook, smoothing, scales, statistics
+        shared = of_shard, slices, hook, smoothing, scales, statistics
         options = {"first": first, "gradients": gradients, "saves": saves, "units": units}
         return _chunk(problem, carry, chunk, places, *shared, **options)
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
+    if slices is not None:
+        carry = carry._replace(ahead=slices.start(rows))
     starts = smoothing is not None and plan_of(problem).fits_float16
     if needs_grad.d_weight:
         sums = problem.grad_into
@@ -271,7 +288,10 @@ def _run(
         d_bias = None if d_bias is None else d_bias * (scales[1] / scales[0])
     if d_weight is not None or d_bias is not None:
         assert rows.theta is not None
-        d_weight, d_bias = _add_targets(problem, rows.target, rows.row_weight, rows.theta, d_weight, d_bias)
+        if slices is None:
+            d_weight, d_bias = _add_targets(problem, rows.target, rows.row_weight, rows.theta, d_weight, d_bias)
+        else:
+            d_weight, d_bias = slices.add_targets(rows, d_weight, d_bias)
         if smoothing is not None:
             d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
         if d_weight is not None and problem.grad_into is None:
@@ -286,6 +306,9 @@ def _run(
     d_input = carry.held
     if d_input is not None and smoothing is not None and not starts:
         d_input = smoothing.add_to_input(d_input)
+    if slices is not None:
+        rows, of_hook, of_rows = token_slices.in_order_of_tokens(whole, rows, found.rows, found.statistics)
+        found = OfTokens(of_hook, of_rows)
     return rows, Gradients(d_input, d_weight, d_bias), found
 
 
@@ -347,6 +370,7 @@ def _chunk(
     chunk: Slice,
     places: Array | None,
     of_shard: ShardRows | None,
+    slices: TokenSlices | None,
     hook: TokenHook | None,
     smoothing: Smoothing | None,
     scales: Scales,
@@ -363,7 +387,14 @@ def _chunk(
     if first and config.first_rows:
         assert carry.d_weight is not None
         in_d_weight = memory_of(carry.d_weight, problem.input.dtype)
-    if carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
+    following = following_x = None
+    if slices is not None:
+        assert carry.ahead is not None
+        (x, ref_exponent), start, following = carry.ahead, 0, slices.next(chunk, first=first)
+        rows = rows._replace(ref_exponent=Slice(chunk.start, size, None).put(rows.ref_exponent, ref_exponent))
+        if following is not None:
+            following_x, x = slices.gather(following, x)
+    elif carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
         x, start = chunk.of(carry.held), 0
     elif carry.held is not None:
         x, start = carry.held, chunk.start
@@ -379,7 +410,9 @@ def _chunk(
     rows, numbers = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, **options
     )
-    scales_x, by_row = carry.d_weight is not None, statistics & BY_ROW != 0
+    scales_x, by_row, ahead = carry.d_weight is not None, statistics & BY_ROW != 0, None
+    if slices is not None and following is not None and following_x is not None:
+        ahead, rows = slices.place(rows, following, following_x)
     if of_shard is not None:
         rows, numbers = shard_rows.merge(numbers, rows, of_shard, chunk, place, size, by_row=by_row)
     by_row &= plan_of(problem).batch_invariant or not gradients
@@ -408,7 +441,7 @@ def _chunk(
         found = found._replace(others=others)
     if hook is None and statistics & OF_LOGITS & ~MAX:
         of_tokens = OfTokens(None, finish_statistics(numbers, rows, chunk))
-    carry = carry._replace(rows=rows)
+    carry = carry._replace(rows=rows, ahead=ahead)
     if saves:
         assert e is not None
         assert rho is not None
@@ -421,7 +454,7 @@ def _chunk(
     x = x if scaled is None else scaled
     if found.others is not None:
         return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho, power), of_tokens
-    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, power, smooth, first=first)
+    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, slices, power, smooth, first=first)
     return carry, of_tokens
 
 
@@ -496,7 +529,7 @@ def _store_exponentials(
         if in_d_weight is not None:
             options["piece"] = plan_of(problem).scaled_exp_config.piece
         if problem.spec.splits_head:
-            found = _exponentials_of_split_head(problem, arrays, in_d_weight, options)
+            found = hopper_logits.exponentials_of_split_head(problem, arrays, in_d_weight, options)
         else:
             found = hopper_logits.exponentials(*arrays, in_d_weight, **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops, of_shard=of_shard)
@@ -505,33 +538,6 @@ def _store_exponentials(
     tile = plan_of(problem).tile
     assert tile is not None
     return rows, ChunkNumbers(problem, found, places, joined, repaired, tile.block_v)
-
-
-def _exponentials_of_split_head(
-    problem: Problem, arrays: tuple[Any, ...], in_d_weight: Array | None, options: dict[str, Any]
-) -> Exponentials:
-    """Returns `hopper_logits.exponentials` of these arguments for a head that is split, one part at a time.
-
-    If the last part would end past the last class block, it starts earlier. It then writes the same numbers again.
-    """
-    from jax_pallas import hopper_logits
-
-    (x, w, *others), plan, axis = arrays, plan_of(problem), problem.vocab_axis
-    assert plan.tile is not None
-    block_v, blocks = plan.tile.block_v, tile_config.cdiv(problem.classes, plan.tile.block_v)
-    part_blocks = min(blocks, tile_config.cdiv(plan.scaled_exp_config.head_rows, block_v))
-    size = min(part_blocks * block_v, w.shape[axis])
-
-    def body(found: dict[str, Array], part: Slice) -> tuple[dict[str, Array], None]:
-        first = part.start * block_v
-        start = jnp.minimum(first, w.shape[axis] - size)
-        of_part = hopper_logits.HeadPart(jnp.asarray(part.start, jnp.int32), first - start, found)
-        both = problem.weight_of(Slice(start, size, None))
-        return hopper_logits.exponentials_of_part(x, both, *others, of_part, blocks=part_blocks, **options), None
-
-    kinds = {name: options[name] for name in ("rows", "classes", "stores", "statistics", "piece") if name in options}
-    found, _ = over_slices(body, hopper_logits.nothing_yet(others=in_d_weight, **kinds), blocks, part_blocks)
-    return hopper_logits.to_exponentials(found)
 
 
 def _add_gradients(
@@ -543,6 +549,7 @@ def _add_gradients(
     start: Array | int,
     rho: Array,
     of_shard: ShardRows | None,
+    slices: TokenSlices | None,
     power: Array | None,
     smooth: tuple[Array, Array] | None,
     *,
@@ -550,7 +557,7 @@ def _add_gradients(
 ) -> Carry:
     """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. power: (50). With the terms
     `smooth` of `Smoothing.of_input`, d_weight has begun with its own."""
-    rows, held, d_weight, d_bias = carry
+    rows, held, d_weight, d_bias, ahead = carry
     if d_bias is not None:
         of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
         d_bias = d_bias + of_rows.sum(0)
@@ -558,14 +565,19 @@ def _add_gradients(
     if held is not None and of_shard is not None:
         part = _part_of_d_input(problem, rows, chunk, e, rho)
         part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
-        total = vocab_shard.sum_of_d_input(of_shard.problem.devices, part)
+        sums = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
+        total = sums(of_shard.problem.devices, part)
+        e = vocab_shard.after_begin(e)
     if d_weight is not None:
         started = smooth is not None or problem.grad_into is not None
         d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first, started=started)
         if power is not None and not plan_of(problem).d_weight_kernel:
             # XLA would compute the matmul of d_input before, so that the sums of both are in memory at the same time.
             d_weight, e = lax.optimization_barrier((d_weight, e))
-    if held is not None:
+    if held is not None and slices is not None:
+        assert total is not None
+        held = slices.put(held, chunk, total)
+    elif held is not None:
         # The rows of d_input, and before them the targets' rows of the head, replace those of x after it was read.
         x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
         rows = rows._replace(target=target)
@@ -573,7 +585,7 @@ def _add_gradients(
             held = _store_d_input(problem, rows, chunk, e, x, rho, smooth=smooth)
         else:
             held = chunk.put(x, total)
-    return Carry(rows, held, d_weight, d_bias)
+    return Carry(rows, held, d_weight, d_bias, ahead)
 
 
 def _first_gradients(
@@ -583,7 +595,7 @@ def _first_gradients(
     d_weight is written last. In the carry it is that memory: `memory_of`. power: (50)."""
     from jax_pallas import hopper_gradients
 
-    rows, held, d_weight, d_bias = carry
+    rows, held, d_weight, d_bias, _ = carry
     assert d_weight is not None
     if d_bias is not None:
         first = FirstChunk.of(e.shape[1], chunk.size, d_weight.shape[1])
@@ -772,23 +784,5 @@ def _add_targets(
             d_weight, problem.input, target, row, theta, classes=problem.classes, vocab_axis=problem.vocab_axis
         )
     if d_bias is not None:
-        d_bias = d_bias.at[_lasts(target, problem.classes)].add(
-            _sums_of_runs(target, theta), mode="drop", unique_indices=True
-        )
+        d_bias = target_grad.add_target_sums(d_bias, target, theta)
     return d_weight, d_bias
-
-
-def _lasts(target: Array, classes: int) -> Array:
-    """Returns sorted targets where a run of equals ends, places outside the classes elsewhere, all different."""
-    ends = jnp.concatenate([target[1:] != target[:-1], jnp.ones(1, bool)]) & (target < classes)
-    return jnp.where(ends, target, classes + jnp.arange(len(target)))
-
-
-def _sums_of_runs(target: Array, values: Array) -> Array:
-    """Returns, for each place, the sum of the values from the start of its run of equal targets, in a fixed order."""
-
-    def joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-        (target_a, sum_a), (target_b, sum_b) = a, b
-        return target_b, sum_b + jnp.where(target_a == target_b, sum_a, 0.0)
-
-    return lax.associative_scan(joined, (target, values))[1]

@@ -97,8 +97,9 @@ def linear_cross_entropy(
         fsdp_axis_name: an axis whose devices have different tokens and different classes, as with FSDP. It divides the
             first axis of input, after batch_axis_names, unless these have it too.
         gather: what the devices of fsdp_axis_name gather. "tokens": each computes the loss of the tokens of all for its
-            classes. "head": the head is gathered once, in its own dtype, and its gradient is reduce-scattered in
-            float32. None: "tokens" where they have fewer tokens than the head has classes, otherwise "head".
+            classes. The kernels gather them chunk by chunk. "head": the head is gathered once, in its own dtype, and
+            its gradient is reduce-scattered in float32. None: "tokens" where they have fewer tokens than the head has
+            classes, otherwise "head".
         **options: the other arguments of `jax_pallas.linear_cross_entropy`, but saved_budget and replicated. With
             grad_into, the sum is grad_into plus the gradient of all tokens.
 

@@ -199,3 +199,26 @@ def add_targets(
     operands, result = (target, row, theta, x, d_weight), jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype)
     launch = {"grid": (target.size, pl.cdiv(x.shape[1], width)), "warps": 4, "stages": 1}
     return run(target_rows_kernel, (vocab_axis, width, classes), operands, (result,), in_place=1, **launch)[0]
+
+
+def add_target_sums(d_bias: Array, target: Array, theta: Array) -> Array:
+    """Returns d_bias (K,) float32 with the sum of theta added for each class: (33). The arguments are those of
+    `add_targets`."""
+    sums = _sums_of_runs(target, theta)
+    return d_bias.at[_lasts(target, len(d_bias))].add(sums, mode="drop", unique_indices=True)
+
+
+def _lasts(target: Array, classes: int) -> Array:
+    """Returns sorted targets where a run of equals ends, places outside the classes elsewhere, all different."""
+    ends = jnp.concatenate([target[1:] != target[:-1], jnp.ones(1, bool)]) & (target < classes)
+    return jnp.where(ends, target, classes + jnp.arange(len(target)))
+
+
+def _sums_of_runs(target: Array, values: Array) -> Array:
+    """Returns, for each place, the sum of the values from the start of its run of equal targets, in a fixed order."""
+
+    def joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        (target_a, sum_a), (target_b, sum_b) = a, b
+        return target_b, sum_b + jnp.where(target_a == target_b, sum_a, 0.0)
+
+    return lax.associative_scan(joined, (target, values))[1]

@@ -363,6 +363,7 @@ def choose_scaled_exp(
     scales_d_weight: bool = False,
     copied: int = 0,
     exchanged: int = 0,
+    token_parts: int = 1,
     batch_invariant: bool = False,
     room: int = 0,
     call: chunk_cost.Call | None = None,
@@ -392,6 +393,7 @@ def choose_scaled_exp(
         scales_d_weight: d_weight is a float32 matmul of XLA, a few classes at a time, times a power of two.
         copied: bytes of copies and of other numbers of the rows.
         exchanged: bytes of a row of a chunk for what devices exchange that divide the vocabulary.
+        token_parts: devices that each have as many rows of a chunk, and gather those of the next chunk beside it.
         batch_invariant: of `choose_schedule`.
         room: most rows of a first chunk with exponentials in the memory of d_weight: `first_chunk_room`. 0: d_weight
             has no such memory.
@@ -433,6 +435,7 @@ def choose_scaled_exp(
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
 
     def config(rows: int, cast_bytes: int, first_rows: int = 0, most: int | None = None) -> ScaledExpConfig:
+        rows = cdiv(rows, token_parts) * token_parts
         head_rows = head_rows_of(rows, first_rows or (tokens - 1) % rows + 1, cast_bytes)
         most_rows, head_bytes = max(rows, first_rows), 2 * itemsize * hidden * head_rows * splits_head
         padded_rows = -(-most_rows // ROW_BLOCK) * ROW_BLOCK
@@ -450,6 +453,8 @@ def choose_scaled_exp(
             size += head_bytes
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
         copied_rows = most_rows if saves or not holds else first_rows
+        if token_parts > 1:  # the rows of two chunks, and this device's rows of one, of the input and of d_input
+            copied_rows = 2 * most_rows + 3 * most_rows // token_parts
         stored = -(-rows // 8) * 8 * padded(classes)
         size += itemsize * (stored * in_workspace + copied_rows * hidden)
         most = max(0, min(budget // D_INPUT_FRACTION if most is None else most, budget - size))

@@ -577,6 +577,7 @@ RANKS_BY_KERNELS = tests("core_triton_scale", "by_the_kernels")
 JAX_SHARDS = tests("jax_pallas_scale", "vocabulary")
 JAX_SUMS = tests("jax_pallas_sharded", "sums")
 JAX_SHARDED = tests("jax_pallas_sharded", "fsdp or rule")
+JAX_TOKEN_SLICES = tests("jax_pallas_shard_rows", "tokens")
 JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
@@ -644,12 +645,37 @@ SCALE = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "total = vocab_shard.sum_of_d_input(of_shard.problem.devices, part)",
+        "total = sums(of_shard.problem.devices, part)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
-    Mutation("jax_pallas/vocab_shard.py", "d_input.astype(devices.reduce_dtype)", "d_input", JAX_SHARDS),
+    Mutation(
+        "jax_pallas/vocab_shard.py",
+        "(operand, cuda=wait,",
+        "(operand, cuda=lambda operand: operand,",
+        tests("jax_pallas_kernels", "begins_first"),
+    ),
+    Mutation(
+        "jax_pallas/token_slices.py",
+        "chunk.start + lax.axis_index(self.devices.gather_axes) * own.size",
+        "chunk.start",
+        JAX_TOKEN_SLICES,
+    ),
+    Mutation("jax_pallas/token_slices.py", "_to_tokens(problem, numbers)", "numbers", JAX_TOKEN_SLICES),
+    Mutation(
+        "jax_pallas/token_slices.py",
+        "_to_chunks(problem, one) for one in hook",
+        "one for one in hook",
+        JAX_TOKEN_SLICES,
+    ),
+    Mutation("jax_pallas/token_slices.py", "jnp.where(piece.fresh, row_weight, 0.0)", "row_weight", JAX_TOKEN_SLICES),
+    Mutation(
+        "jax_pallas/vocab_shard.py",
+        "all_sum(devices, d_input.astype(devices.reduce_dtype))",
+        "all_sum(devices, d_input)",
+        JAX_SHARDS,
+    ),
     Mutation(
         "jax_pallas/problem.py",
         "        if self.masks_classes and vocab_chunk.fresh",
@@ -665,7 +691,7 @@ SCALE = (
         tests("jax_pallas_sharded", "fsdp and tokens"),
     ),
     Mutation("jax_pallas/devices.py", "tokens * number < classes", "tokens < classes", JAX_SHARDED),
-    Mutation("jax_pallas/gathering.py", "lax.axis_index(axes) * tokens", "0 * tokens", JAX_SHARDED),
+    Mutation("jax_pallas/gathering.py", "lax.axis_index(devices.gather_axes) * size", "0 * size", JAX_SHARDED),
     Mutation(
         "jax_pallas/gathering.py",
         "found[place] = total(static, found[place], into)",
@@ -676,7 +702,7 @@ SCALE = (
     Mutation("jax_pallas/sharded.py", "into + lax.psum(of_devices, axes)", "lax.psum(of_devices, axes)", JAX_SUMS),
     Mutation("jax_pallas/gathering.py", "grad_into + lax.psum_scatter(", "lax.psum_scatter(", JAX_SUMS),
     Mutation("jax_pallas/sharded.py", "if name not in tokens)", "if name)", tests("jax_pallas_sharded", "explicit")),
-    Mutation("jax_pallas/primitives.py", "axes.varying - _vocab_axes(static)", "axes.varying", JAX_SHARDS),
+    Mutation("jax_pallas/primitives.py", "axes.varying - names", "axes.varying", JAX_SHARDS),
     Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),
     Mutation("jax_pallas/row_math.py", "devices.sum(denominator)", "denominator", JAX_TOKEN_AXES),
     Mutation(
@@ -689,7 +715,7 @@ SCALE = (
         "jax_pallas/ops.py", "gradient if scale is None else gradient / scale, named", "gradient, named", JAX_TOKEN_AXES
     ),
     Mutation("jax_pallas/ops.py", "token.devices.sum_of_shared(d, array)", "d", JAX_TOKEN_AXES),
-    Mutation("jax_pallas/ops.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/gathering.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
     Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
     Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
     Mutation("jax_pallas/problem.py", 'if plan.path != "chunked" or ', "if ", JAX_SCALE),

@@ -97,7 +97,8 @@ def run_sharded(
     vocab = tuple(name for name in ("vocab", "fsdp") if name in mesh.axis_names) or None
     head, scalar = head_spec(case, vocab), is_scalar(case)
     specs = {"linear_weight": head, "linear_bias": P(vocab), "weight": P(), "normalizer": P()}
-    options = {"memory_budget": small_budget(case, mesh, options.get("gather"))} | options
+    if "memory_budget" not in options:
+        options["memory_budget"] = small_budget(case, mesh, options.get("gather"))
     if rows[0]:
         options["token_axis_names"] = rows[0]
     operands = operands_of(case, arrays)
@@ -162,7 +163,8 @@ def run_global(
         name: jax.device_put(value, NamedSharding(mesh, specs.get(name, P() if value.ndim == 0 else rows)))
         for name, value in operands.items()
     }
-    options = {"memory_budget": small_budget(case, mesh, gather)} | options
+    if "memory_budget" not in options:
+        options["memory_budget"] = small_budget(case, mesh, gather)
     keywords = options_of(case, "chunked") | {"vocab_axis": case.vocab_axis, "gather": gather} | options
     with jax.set_mesh(mesh):
         found = exported(case, jax.jit(lambda operands: outputs_of_call(case, package, operands, keywords))(placed))

@@ -202,6 +202,10 @@ ONE_FRAMEWORK_ONLY = {
         "clear_padding",  # in PyTorch a process knows its number of classes
         *("OwnNumbers", "merge_shards_kernel"),  # XLA fuses what it does
     },
+    "token_slices.py": {
+        *("counted_rows", "pack_slices_kernel"),  # PyTorch packs the rows that contribute
+        *("in_order_of_chunks", "in_order_of_tokens"),  # JAX changes the order of the rows of the call
+    },
     "row_statistics.py": {
         *("LogitStatistics", "finish_statistics_kernel", "keep_rows_kernel", "keep_rows"),
         *("merge_kernel", "merge"),  # in JAX, XLA merges the statistics of vocabulary chunks
@@ -210,6 +214,8 @@ ONE_FRAMEWORK_ONLY = {
     # A rank knows its place in the group when it calls, a device only when it runs. Ranks may disagree, devices of one
     # program cannot.
     "vocab_shard.py": {
+        *("own_sum_of_d_input", "rows_of_all"),  # of tokens that are gathered chunk by chunk
+        *("let_begin_kernel", "after_begin"),  # in PyTorch, collectives begin first without them
         *(
             "VocabShard",
             *("start_all_sum", "start_gather", "start_own_sum", "group_of"),

@@ -98,17 +98,39 @@ def test_fsdp_of_a_head_on_d() -> None:
 
 
 def test_fsdp_gathers_the_tokens() -> None:
-    """Besides the sums of a divided vocabulary."""
-    (hidden, vocab), tokens = LLAMA, 65536
+    """Chunk by chunk, in a loop, and in another for the targets: no device has the rows of the input or of d_input of
+    all tokens."""
+    hidden, tokens = LLAMA[0], 65536
     found = compile_form("fsdp, tokens", tokens, LLAMA)
     exchanges = scalars_apart(found)
-    gathers = {(dtype, size) for kind, dtype, size, _ in exchanges if kind == "all-gather"}
+    [(first, _), (rows, _)] = scattered = sorted(
+        (size // hidden, loop) for kind, _, size, loop in exchanges if kind == "reduce-scatter"
+    )
+    assert scattered == [(first, False), (rows, True)]
+    assert 8 * rows < tokens == first + tokens // rows * rows
+    of_rows = sorted(one for one in exchanges if one[2] % hidden == 0 and one[2] != tokens)
+    [of_targets] = [one for one in of_rows if one[3] and one[2] > rows * hidden]
+    assert of_targets[0] == "all-gather"
+    assert 2 * of_targets[2] < tokens * hidden
+    of_rows.remove(of_targets)
+    assert of_rows == [
+        ("all-gather", "bf16", first * hidden, False),
+        ("all-gather", "bf16", rows * hidden, False),
+        ("all-gather", "bf16", rows * hidden, True),
+        ("reduce-scatter", "f32", first * hidden, False),
+        ("reduce-scatter", "f32", rows * hidden, True),
+    ]
+    assert all(size <= 5 * DEVICES * rows for _, _, size, _ in exchanges if size % hidden)
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
+
+
+def test_fsdp_gathers_all_tokens_without_kernels() -> None:
+    """Besides the sums of a divided vocabulary."""
+    (hidden, vocab), tokens = LLAMA, 65536
+    found = compile_form("fsdp, tokens", tokens, LLAMA, "chunked")
+    gathers = {(dtype, size) for kind, dtype, size, _ in scalars_apart(found) if kind == "all-gather"}
     assert ("bf16", tokens * hidden) in gathers
     assert gathers <= {("bf16", tokens * hidden), ("s32", tokens), ("f32", tokens)}
-    sums = [one for one in exchanges if one[0] != "all-gather"]
-    sums.remove(("all-reduce", "f32", tokens, False))
-    assert any(loop for *_, loop in sums)
-    check_shards(sums, *LLAMA)
     # The tokens of all and their gradients, and the sum of d_weight in float32.
     more = 2 * 2 * tokens * hidden + 4 * hidden * vocab / DEVICES
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + more

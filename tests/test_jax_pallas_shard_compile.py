@@ -33,7 +33,7 @@ MATMULS = ("exponentials", "d_input_sums", "d_weight")
 
 def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
     """Compiles a call with gradients for so many GPUs. v: rows of one GPU; some of the last are no classes if the mode
-    is "padded"."""
+    is "padded". If it is "tokens", the GPUs divide the tokens too, and gather them."""
     target = (HERE / "targets/h200.pbtxt").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
     mesh = topologies.make_mesh(topology, (shards,), ("vocab",))
@@ -45,6 +45,8 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
 
     def call(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
         def loss(x: jax.Array, w: jax.Array) -> Any:
+            if mode == "tokens":
+                return linear_cross_entropy(x, w, y, **options, gather="tokens")
             if mode in ("train", "padded"):
                 classes = shards * v - 47 if mode == "padded" else None
                 return linear_cross_entropy(x, w, y, **options, vocab_size=classes)
@@ -55,17 +57,21 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
 
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
-    arrays = shape((n, d), jnp.bfloat16, P()), shape(sizes, jnp.bfloat16, head), shape((n,), jnp.int32, P())
+    rows = P("vocab") if mode == "tokens" else P()
+    arrays = shape((n, d), jnp.bfloat16, rows), shape(sizes, jnp.bfloat16, head), shape((n,), jnp.int32, rows)
     with jax.set_mesh(mesh):
-        body = jax.shard_map(call, mesh=mesh, in_specs=(P(), head, P()), out_specs=(P(), (P(), head)))
+        body = jax.shard_map(call, mesh=mesh, in_specs=(rows, head, rows), out_specs=(P(), (rows, head)))
         return jax.jit(body).lower(*arrays).compile()
 
 
 def operations(program: str) -> list[str]:
     """Returns the operations of a compiled program in the order in which they are launched: kernels of this library by
     their names, collectives with the shapes of their results."""
-    found = []
+    computations: dict[str, list[tuple[str, str]]] = {}
     for line in re.sub(r"/\*.*?\*/", "", program).splitlines():
+        opening = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
+        if opening is not None:
+            found = computations[opening[1]] = []
         operation = re.match(r"\s+(?:ROOT )?\S+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
         if operation is None:
             continue
@@ -75,10 +81,19 @@ def operations(program: str) -> list[str]:
             target = re.search(r'custom_call_target="([^"]*)"', line)
             assert target is not None
             if target[1] != "AllocateBuffer":
-                found.append(target[1] if kernel is None else kernel[1])
+                found.append(("", target[1] if kernel is None else kernel[1]))
+        elif kind == "fusion":  # a kernel is in one with the slice of its operand
+            calls = re.search(r"calls=%?([\w.-]+)", line)
+            assert calls is not None
+            found.append(("fusion", calls[1]))
         elif re.match("all-|reduce-scatter|collective|dot|send|recv", kind):
-            found.append(f"{kind} {operation[1]}")
-    return found
+            found.append(("", f"{kind} {operation[1]}"))
+    fused = {name for body in computations.values() for kind, name in body if kind}
+
+    def names(body: list[tuple[str, str]]) -> list[str]:
+        return [one for kind, name in body for one in (names(computations[name]) if kind else [name])]
+
+    return [one for name, body in computations.items() if name not in fused for one in names(body)]
 
 
 def main() -> None:
@@ -129,11 +144,50 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
     assert len(sums) == chunks
     for index in sums:
         done = next(i for i in range(index, len(names)) if names[i].startswith("all-reduce-done"))
-        assert "d_weight" in names[index:done]
+        beside = names[index:done]
+        assert "d_weight" in beside
+        assert any(name.startswith("let_begin") for name in beside[: beside.index("d_weight")])
         assert "{0,1}" not in names[index]  # row by row, or the operations before and after it are slow
     if mode == "token_stats":  # the kernel of the logits spills with all statistics, of one GPU too
         return
     check_kernels(kept, *MATMULS, *(f"{name}_kernel" for name in ("pick", "own_numbers", "finish_rows", "repair")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shards", "n", "shape", "vocab_axis"),
+    [(8, 65536, LLAMA, 0), (8, 32768, LLAMA, 0), (2, 16384, GEMMA, 1), (2, 16384, QWEN, 0)],  # the first has a loop
+)
+def test_tokens_are_gathered_beside_the_chunk_before(
+    shards: int, n: int, shape: tuple[int, int], vocab_axis: int, tmp_path: Path
+) -> None:
+    """The rows of the input of a chunk arrive beside the matmul of the logits of the one before, and d_input is summed
+    beside the matmul of d_weight. No device has the rows of d_input of all tokens, or, in a long call, of the input."""
+    d, rows = shape[0], shape[1] // shards
+    program = {"mode": "tokens", "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
+    [found] = compile_all([program], tmp_path)
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
+    names = found["operations"]
+    chunks = Counter(names)["d_weight"]
+    assert chunks > 1
+    assert [Counter(names)[name] for name in MATMULS] == [chunks] * 3
+    assert not [name for name in names if "gemm" in name or name.startswith("dot")]
+    whole = rf"f32\[{n},{d}\]" if shards == 2 else rf"\[{n},{d}\]"
+    assert not [name for name in names if re.search(rf"{whole}|\b{rows}\b", name)]
+
+    def beside(start: str, done: str) -> list[set[str]]:
+        """Returns which matmuls run beside each exchange of rows."""
+        begun = [index for index, name in enumerate(names) if re.match(rf"{start}-start .*\[\d+,{d}\]", name)]
+        ends = [next(i for i in range(index, len(names)) if names[i].startswith(done)) for index in begun]
+        return [{*MATMULS} & {*names[index:end]} for index, end in zip(begun, ends, strict=True)]
+
+    assert beside("reduce-scatter", "reduce-scatter-done") == [{"d_weight"}] * chunks
+    gathers = [one for one in beside("all-gather", "all-gather-done") if one]
+    # Nothing runs beside the first one, beside the second perhaps where chunks are small, and beside those at the end.
+    assert gathers == [{"exponentials"}] * len(gathers)
+    assert len(gathers) >= chunks - 2 + (chunks == 2)
+    assert len([name for name in names if name.startswith("let_begin")]) == 2 * chunks - 1
+    check_kernels(tmp_path, *MATMULS, *(f"{name}_kernel" for name in ("pick", "own_numbers", "finish_rows", "repair")))
 
 
 @pytest.mark.slow

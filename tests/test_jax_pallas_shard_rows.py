@@ -1,14 +1,16 @@
 """Tests the loss by three matmuls where devices divide the vocabulary, with the kernels of Pallas' Triton backend in
-its interpreter: `jax_pallas/shard_rows.py`.
+its interpreter: `jax_pallas/shard_rows.py`; and where they divide the tokens too: `jax_pallas/token_slices.py`.
 
 The tests need several devices, so they run in a separate process: `host_devices.py`.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,11 @@ from host_devices import failures_of, run_named
 from jax.sharding import PartitionSpec as P
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
 
+from jax_pallas.launch import device_info
 from jax_pallas.linear_ce import explain, linear_cross_entropy, linear_log_probs, linear_token_loss_with_stats
+from jax_pallas.plan import MatrixLayout, PlanKey, make_plan
 from jax_pallas.row_kernels import leaves_range
+from jax_pallas.slicing import over_chunks
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.cases import Case
@@ -53,6 +58,24 @@ CASES = (
     replace(Case(name="out of range", **ROWS, spec=LossSpec("none")), poison=TARGETS),
 )
 QUICK = ("class weights", "token loss", "padded", "bits", "confident", "errors")
+# Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
+# in two pieces, which overlap.
+SIZES: dict[str, Any] = {"lead": (114,), "hidden": 64}
+TOKENS, TOKENS_PADDED = ROWS | SIZES, PADDED | SIZES
+TOKEN_CASES = (
+    Case(name="mean", **TOKENS, has_class_weight=True),
+    Case(name="token loss", **TOKENS, **POLICY, logit_std=40.0),
+    Case(name="signed weights", **TOKENS, token_weight="signed", spec=LossSpec("sum")),
+    Case(name="softcap, none", **TOKENS, spec=CAPPED, upstream="random", vocab_axis=1),
+    Case(name="far logits", **TOKENS, logit_std=60.0, spec=LossSpec("none"), upstream="random"),
+    Case(name="log-probabilities", **TOKENS, **LOG_PROBS, spec=LossSpec("none")),
+    replace(Case(name="no token", **TOKENS), ignored="all"),
+    Case(name="frozen head", **TOKENS, frozen=("linear_weight", "linear_bias"), spec=LossSpec("none")),
+    Case(name="frozen input", **TOKENS, frozen=("input",)),
+    Case(name="padded", **TOKENS_PADDED, spec=LossSpec(vocab_size=201), logit_std=8.0, with_stats=True),
+    replace(Case(name="out of range", **TOKENS, spec=LossSpec("none")), poison=TARGETS),
+)
+QUICK_TOKENS = ("tokens, token loss", "tokens, exchange")
 
 
 def budget_of(case: Case) -> int:
@@ -76,6 +99,84 @@ def check_case(case: Case) -> None:
     arrays = make_arrays(case)
     found = run_sharded(case, arrays, mesh_of(vocab=SHARDS), **KERNELS, memory_budget=budget_of(case))
     assert_within_budget(case, arrays, found)
+
+
+def check_tokens(case: Case, **axes: int) -> None:
+    arrays = make_arrays(case)
+    options = {"implementation": "pallas_triton", "vocab_axis_name": tuple(axes), "gather": "tokens"}
+    found = run_sharded(case, arrays, mesh_of(**axes), **options, memory_budget=budget_of_tokens(case, **axes))
+    assert_within_budget(case, arrays, found)
+
+
+def check_unrolled() -> None:
+    """The chunks are unrolled, as those of the Hopper kernels are."""
+
+    def unrolled(*arguments: Any, unrolls: bool, **options: Any) -> Any:
+        assert not unrolls
+        return over_chunks(*arguments, unrolls=True, **options)
+
+    with mock.patch("jax_pallas.scaled_exp.over_chunks", unrolled):
+        check_tokens(TOKEN_CASES[0], fsdp=SHARDS)
+
+
+def budget_of_tokens(case: Case, **axes: int) -> int:
+    """Returns a memory budget with which a call has chunks of 48 rows."""
+    shards = math.prod(axes.values())
+    classes = case.vocab // shards
+    key = PlanKey(
+        stage="loss_and_gradients",
+        input=MatrixLayout((case.n, case.hidden), 2, "bfloat16"),
+        linear_weight=MatrixLayout(
+            (case.hidden, classes) if case.vocab_axis else (classes, case.hidden), 2, "bfloat16"
+        ),
+        vocab_axis=case.vocab_axis,
+        classes=classes,
+        label_smoothing=0.0,
+        softcap=case.spec.softcap is not None,
+        entropy=False,
+        d_input=True,
+        d_weight=True,
+        d_bias=True,
+        statistics=0,
+        memory_budget=0,
+        implementation="pallas_triton",
+        device=device_info("pallas_triton", "cpu"),
+        shards=shards,
+        pads_shards=case.spec.vocab_size is not None,
+        token_parts=axes["fsdp"],
+    )
+    least = least_budget(lambda one: make_plan(key._replace(memory_budget=one)))
+    budgets = range(least, 8 * least, 2**10)
+    return next(one for one in budgets if make_plan(key._replace(memory_budget=one)).scaled_exp_config.rows == 48)
+
+
+def check_exchange_of_tokens() -> None:
+    """The rows of the input of a chunk are gathered, and its d_input is reduce-scattered. At the end the memory of the
+    exponentials holds all rows of this input."""
+    case, axes = replace(TOKEN_CASES[0], lead=(112,), hidden=32), {"fsdp": SHARDS}
+    x, w, y = given_arrays()
+    x, y = (jnp.concatenate([array, array[:16]]) for array in (x, y))
+    options = {"implementation": "pallas_triton", "vocab_axis_name": "fsdp", "gather": "tokens"}
+    loss = partial(linear_cross_entropy, **options, memory_budget=budget_of_tokens(case, **axes))
+    fsdp = P("fsdp")
+    body = jax.shard_map(
+        lambda *arrays: jax.value_and_grad(loss, (0, 1))(*arrays),
+        mesh=mesh_of(**axes),
+        in_specs=(fsdp, fsdp, fsdp),
+        out_specs=(P(), (fsdp, fsdp)),
+    )
+    text = jax.jit(body).lower(x, w, y).as_text()
+    assert "112x32xf32" not in text
+    pattern = r'"stablehlo\.(all_gather|reduce_scatter)".*?\(tensor<(\d+)x32x(\w+)>\) -> tensor'
+    found = re.findall(pattern, text, re.DOTALL)
+    assert sorted(found) == [
+        ("all_gather", "24", "bf16"),
+        ("all_gather", "24", "bf16"),
+        ("all_gather", "56", "bf16"),
+        ("all_gather", "8", "bf16"),
+        ("reduce_scatter", "16", "f32"),
+        ("reduce_scatter", "48", "f32"),
+    ]
 
 
 def given_arrays() -> tuple[Any, ...]:
@@ -172,6 +273,14 @@ CHECKS: dict[str, Callable[[], None]] = {
     "confident": check_confident,
     "exchange": check_exchange,
     "errors": check_errors,
+    **{f"tokens, {case.name}": partial(check_tokens, case, fsdp=SHARDS) for case in TOKEN_CASES},
+    **{
+        f"tokens and classes, {case.name}": partial(check_tokens, case, vocab=2, fsdp=2)
+        for case in TOKEN_CASES
+        if case.name in ("token loss", "padded")
+    },
+    "tokens, unrolled": check_unrolled,
+    "tokens, exchange": check_exchange_of_tokens,
 }
 
 
@@ -182,7 +291,7 @@ def failures(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CHECKS]
+    "name", [pytest.param(name, marks=() if name in (*QUICK, *QUICK_TOKENS) else pytest.mark.slow) for name in CHECKS]
 )
 def test_shards_by_the_kernels(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
