@@ -26,6 +26,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import gluon_in_numpy
 import numpy as np
+import quick_interpreter
 import torch
 import triton.language as tl
 from assertions import least_budget
@@ -1302,6 +1303,7 @@ def prepare_process() -> None:
     tl.core.block_type.with_element_ty = _with_element_ty
     tl.core.tensor.__init__ = _init_tensor
     _patch_language()
+    quick_interpreter.install(_shape)
     torch.use_deterministic_algorithms(True)  # fills new buffers with NaN, so that unwritten elements show
     torch.set_num_threads(1)
     # NumPy, which interprets the kernels, warns of infinities and NaN, which the edge cases contain on purpose. It also
