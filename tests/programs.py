@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
 # Each program uses one thread, because the programs share the cores. They also share the GPU's memory, most of which
 # JAX would preallocate. XLA's autotuning would compile each matmul in dozens of ways, and time them while other
-# programs run. In OpenBLAS's matmuls for Haswell and Zen the bits of a row depend on its place, which is not so on a GPU.
+# programs run. In OpenBLAS's matmuls for Haswell and Zen the bits of a row depend on its place, as on no GPU.
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_CORETYPE": "Sandybridge",

@@ -28,8 +28,7 @@ Results = list[dict[str, Any]]  # one per call
 
 
 def interpret(programs: list[Program], **more: str) -> list[Results]:
-    """Runs programs of interpret_loss.py in one process, with more variables of its environment, and returns the results
-    of each."""
+    """Runs programs of interpret_loss.py in one process and returns the results of each. more: its variables."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", **more}
     # In OpenBLAS's matmuls for Haswell and Zen the bits of a row depend on its place, which is not so on a GPU.
     environment["OPENBLAS_CORETYPE"] = "Sandybridge"
