@@ -647,7 +647,7 @@ SCALE = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "total = sums(of_shard.problem.devices, part)",
+        "total = sums(of_shard.problem.devices, part, ordered=plan_of(problem).batch_invariant)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
