@@ -654,6 +654,12 @@ SCALE = (
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
     Mutation(
         "jax_pallas/vocab_shard.py",
+        "lax.all_to_all(rows, axes, 0, 0, tiled=True)",
+        "rows",
+        tests("jax_pallas_shard_rows", "invariant"),
+    ),
+    Mutation(
+        "jax_pallas/vocab_shard.py",
         "(operand, cuda=wait,",
         "(operand, cuda=lambda operand: operand,",
         tests("jax_pallas_kernels", "begins_first"),
