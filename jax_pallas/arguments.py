@@ -144,8 +144,6 @@ def prepare(
         implementation=implementation,
         reason=launch.symbolic_limits(named["input"].shape),
     )
-    if batch_invariant and devices.vocab_axes:
-        raise ValueError("batch_invariant must be False with vocab_axis_name")
     if saved_budget and devices.axes:
         raise ValueError(f"saved_budget must be 0 with token_axis_names or vocab_axis_name, got {saved_budget}")
     saved_as = None

@@ -566,7 +566,7 @@ def _add_gradients(
         part = _part_of_d_input(problem, rows, chunk, e, rho)
         part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
         sums = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
-        total = sums(of_shard.problem.devices, part)
+        total = sums(of_shard.problem.devices, part, ordered=plan_of(problem).batch_invariant)
         e = vocab_shard.after_begin(e)
     if d_weight is not None:
         started = smooth is not None or problem.grad_into is not None

@@ -455,6 +455,8 @@ def choose_scaled_exp(
         copied_rows = most_rows if saves or not holds else first_rows
         if token_parts > 1:  # the rows of two chunks, and this device's rows of one, of the input and of d_input
             copied_rows = 2 * most_rows + 3 * most_rows // token_parts
+        if batch_invariant and exchanged:  # of `vocab_shard.ordered_sum`
+            size += 2 * 4 * hidden * most_rows
         stored = -(-rows // 8) * 8 * padded(classes)
         size += itemsize * (stored * in_workspace + copied_rows * hidden)
         most = max(0, min(budget // D_INPUT_FRACTION if most is None else most, budget - size))

@@ -608,6 +608,8 @@ SCALE = (
         RANKS_BY_KERNELS,
     ),
     Mutation("core_triton/vocab_shard.py", "normalizer.float() / ranks", "normalizer.float()", TORCH_RANKS),
+    Mutation("core_triton/vocab_shard.py", "own += received", "own -= received", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "plan_of(of_shard.problem).batch_invariant", "False", RANKS_BY_KERNELS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "one / group.size()", "one", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "(correct / count.clamp(min=1))", "found.accuracy", TORCH_RANKS),
@@ -645,11 +647,17 @@ SCALE = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "total = sums(of_shard.problem.devices, part)",
+        "total = sums(of_shard.problem.devices, part, ordered=plan_of(problem).batch_invariant)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
+    Mutation(
+        "jax_pallas/vocab_shard.py",
+        "lax.all_to_all(rows, axes, 0, 0, tiled=True)",
+        "rows",
+        tests("jax_pallas_shard_rows", "invariant"),
+    ),
     Mutation(
         "jax_pallas/vocab_shard.py",
         "(operand, cuda=wait,",

@@ -484,7 +484,7 @@ def check_vocab_errors() -> None:
         "implementation 'pallas_triton' cannot serve this call: the kernels take no shard of the vocabulary",
         implementation="pallas_triton",
     )
-    refused_call("batch_invariant must be False with vocab_axis_name", batch_invariant=True)
+    refused_call("batch_invariant=True needs the kernels, got implementation 'chunked'", batch_invariant=True)
     refused_call("saved_budget must be 0 with token_axis_names or vocab_axis_name", reduction="none", saved_budget=1)
     refused_call("vocab_size must not exceed linear_weight's 320 rows, got 321", vocab_size=321)
     refused_call(r"weight must have shape \(320,\) \(\(V,\)\), got \(80,\)", weight=jnp.ones(80))

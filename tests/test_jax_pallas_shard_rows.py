@@ -21,9 +21,12 @@ from host_devices import failures_of, run_named
 from jax.sharding import PartitionSpec as P
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
 
+from jax_pallas import scaled_exp, vocab_shard
+from jax_pallas.devices import Devices
 from jax_pallas.launch import device_info
 from jax_pallas.linear_ce import explain, linear_cross_entropy, linear_log_probs, linear_token_loss_with_stats
 from jax_pallas.plan import MatrixLayout, PlanKey, make_plan
+from jax_pallas.problem import float32_matmul
 from jax_pallas.row_kernels import leaves_range
 from jax_pallas.slicing import over_chunks
 from linear_ce.spec import LossSpec
@@ -57,7 +60,7 @@ CASES = (
     replace(Case(name="padded, out of range", **PADDED, spec=LossSpec("none", vocab_size=100)), poison=TARGETS),
     replace(Case(name="out of range", **ROWS, spec=LossSpec("none")), poison=TARGETS),
 )
-QUICK = ("class weights", "token loss", "padded", "bits", "confident", "errors")
+QUICK = ("class weights", "token loss", "padded", "bits", "invariant", "confident", "errors")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
 SIZES: dict[str, Any] = {"lead": (114,), "hidden": 64}
@@ -215,6 +218,53 @@ def check_bits() -> None:
     assert stats.min() < -60
 
 
+def check_invariant() -> None:
+    """With batch_invariant a row has the same bits among any rows, some of which are computed again. No kernel of this
+    machine computes d_input, so here each row is multiplied by itself. The devices add their parts in their order."""
+
+    def row_by_row(e: Any, w: Any, contract: tuple[int, int]) -> Any:
+        return jax.lax.map(lambda row: float32_matmul(row[None], w, contract)[0], e)
+
+    x, w, y = given_arrays()
+    x, upstream = x.at[5].mul(40).at[60].mul(40), np.random.default_rng(0).standard_normal(len(x))
+
+    def results(rows: list[int], **options: Any) -> tuple[np.ndarray, ...]:
+        def body(x: Any, w: Any, y: Any) -> Any:
+            def loss(x: Any) -> Any:
+                found = linear_log_probs(x, w, y, **KERNELS, batch_invariant=True, **options)
+                return (found.log_prob * upstream[np.asarray(rows)]).sum(), (found.log_prob, found.lse)
+
+            (_, of_rows), d_x = jax.value_and_grad(loss, has_aux=True)(x)
+            return *of_rows, d_x.astype(jnp.float32)
+
+        places = np.asarray(rows)
+        return jax.tree.map(np.asarray, of_shards(body, P())(x[places], w, y[places]))
+
+    with (
+        mock.patch("jax_pallas.plan.why_variant", return_value=None),
+        mock.patch.object(scaled_exp, "float32_matmul", row_by_row),
+        mock.patch.object(vocab_shard, "own_sum_of_d_input", None),
+    ):
+        everything = [*range(len(x))]
+        others = [60, *range(40, 20, -1)] * 5  # as many, for which XLA compiles the same code
+        others = others[: len(x)]
+        want = results(everything)
+        least = least_budget(lambda budget: results(everything, memory_budget=budget))  # of one of the two passes
+        for name, one, whole in zip(("log_prob", "lse", "d_x"), results(others), want, strict=True):
+            assert np.array_equal(one, whole[others]), name
+        # In chunks, XLA multiplies the head piece by piece.
+        in_chunks = results(everything, memory_budget=least * 9 // 8)
+        assert all(np.array_equal(one, whole) for one, whole in zip(in_chunks[:2], want[:2], strict=True))
+    make_plan.cache_clear()  # of calls that were not checked
+
+    parts = np.random.default_rng(0).standard_normal((4, 7, 3)).astype(np.float32)
+    devices, mesh = Devices(vocab_axes=("vocab",), shards=4), mesh_of(vocab=4)
+    specs: dict[str, Any] = {"in_specs": P("vocab"), "out_specs": P("vocab"), "check_vma": False}
+    total = jax.shard_map(lambda part: vocab_shard.ordered_sum(devices, part[0])[None], mesh=mesh, **specs)
+    for found in np.asarray(jax.jit(total)(parts)):
+        assert np.array_equal(found, ((parts[0] + parts[1]) + parts[2]) + parts[3])
+
+
 def check_confident() -> None:
     """Where the target's logit is far above the others, the other device's sums are tiny, which is no reason to compute
     them again, and the loss is exact."""
@@ -270,6 +320,7 @@ def check_errors() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     **{case.name: partial(check_case, case) for case in CASES},
     "bits": check_bits,
+    "invariant": check_invariant,
     "confident": check_confident,
     "exchange": check_exchange,
     "errors": check_errors,
