@@ -611,10 +611,19 @@ SCALE = (
     Mutation("core_triton/vocab_shard.py", "own += received", "own -= received", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "plan_of(of_shard.problem).batch_invariant", "False", RANKS_BY_KERNELS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
-    Mutation("core_triton/dtensors.py", "one / group.size()", "one", TORCH_RANKS),
+    Mutation(
+        "core_triton/dtensors.py", "_Summed.apply(one / ranks, groups)", "_Summed.apply(one, groups)", TORCH_RANKS
+    ),
     Mutation("core_triton/dtensors.py", "(correct / count.clamp(min=1))", "found.accuracy", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "own[start : start + step]", "own[:step]", TORCH_RANKS),
-    Mutation("core_triton/dtensors.py", "total / ctx.group.size() if ctx.mean", "total if ctx.mean", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", "part.div_(ranks) if self.mean", "part if self.mean", TORCH_RANKS),
+    Mutation(
+        "core_triton/dtensors.py", "for name in OF_HEAD if classes < rows else ():", "for name in ():", TORCH_RANKS
+    ),
+    Mutation("core_triton/dtensors.py", "if gradient.stride() == own_stride", "if True", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", "return dtype == torch.float16", "return False", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", "if not target.dtype.is_signed:", "if False:", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", "(*form.token_groups, of_caller)", "form.token_groups", TORCH_RANKS),
     Mutation(
         "core_triton/chunked.py",
         "d_input = vocab_shard.sum_of_d_input(problem.shard, d_input)",
