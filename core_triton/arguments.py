@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
@@ -109,10 +110,15 @@ class Groups(NamedTuple):
     """The arguments of a call that name process groups."""
 
     vocab_group: Any = None
-    token_group: Any = None
+    token_group: Any = None  # a process group, or a tuple of several, all of whose ranks have different tokens
     reduce_dtype: torch.dtype = torch.float32
     check_agreement: bool = False
     rank_tokens: int = 0  # see `groups.Options`
+
+    def of_tokens(self) -> "tuple[dist.ProcessGroup, ...]":
+        """Returns the groups of token_group."""
+        groups = self.token_group if isinstance(self.token_group, tuple) else (self.token_group,)
+        return tuple([check_group("token_group", group) for group in groups if group is not None])
 
 
 def decide(
@@ -313,12 +319,11 @@ def _readable(implementation: str, *matrices: Tensor) -> list[tuple[bool, ...]]:
 def _compare(groups: Groups, given: dict[str, Any]) -> None:
     """Raises ValueError where the ranks of a group were given other things, of those that must be the same."""
     for_tokens = {key: given[key] for key in ("reduction", "the other options")}
-    for name, group, same in (
-        ("vocab_group", groups.vocab_group, given),
-        ("token_group", groups.token_group, for_tokens),
-    ):
-        if group is not None:
-            check_agreement(name, check_group(name, group), same, always=groups.check_agreement)
+    if groups.vocab_group is not None:
+        group = check_group("vocab_group", groups.vocab_group)
+        check_agreement("vocab_group", group, given, always=groups.check_agreement)
+    for group in groups.of_tokens():
+        check_agreement("token_group", group, for_tokens, always=groups.check_agreement)
 
 
 def _of_all_tokens(
@@ -334,7 +339,7 @@ def _of_all_tokens(
     if spec.reduction == "none":
         raise ValueError('token_group must be None with reduction "none", whose losses have no denominator')
     normalizer = joint_normalizer(
-        check_group("token_group", groups.token_group),
+        groups.of_tokens(),
         reduction=spec.reduction,
         normalizer=normalizer,
         target=target,

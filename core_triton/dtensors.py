@@ -1,14 +1,21 @@
 """Calls whose arguments are DTensors, and tokens or heads that are gathered for a call.
 
-The placements of input and linear_weight on a dimension of their mesh say what its ranks share:
+The placements of input and linear_weight on each dimension of their mesh say what its ranks share, and that says how
+the call on local tensors runs (`Form`):
 
-    input        linear_weight
-    Replicate    Shard(0)       the tokens; each rank has some classes: the call gets `vocab_group`
-    Shard(i)     Replicate      the head; each rank has some tokens: one sum of the losses, one of d_weight
-    Shard(i)     Shard(0)       nothing: the tokens are gathered, which makes it the first case, or the head, the second
+    input       linear_weight  gather    the ranks share     the local call
+    Replicate   Replicate                tokens and head     is that of one rank
+    Replicate   Shard(0)                 the tokens          has `vocab_group`
+    Shard(i)    Replicate                the head            has `token_group`; the gradients of the head are summed
+    Shard(i)    Shard(0)       "tokens"  nothing             has `vocab_group`, and the tokens of all its ranks
+    Shard(i)    Shard(0)       "head"    nothing             has `token_group`, and the head of all its ranks, whose
+                                                             gradients are summed
+    plain       Shard(0)                 nothing: FSDP2      has the head of all ranks, whose gradients are averaged
+    plain       Replicate                the head: HSDP      the gradients of the head are averaged
 
-`takes_dtensors` turns such a call into one on local tensors with process groups, whose results it makes DTensors again.
-Gradients are those of the loss of all tokens. The gradients that a call sums itself are summed in float32.
+Numbers of a call, such as the loss, are those of all tokens, and Replicate. What it returns of each token has the
+placements of input, and gradients have the placements of what they are of. Gradients are those of the loss of all
+tokens. A rank's gradient of the head is added to those of the others in float32, and the sum is rounded once.
 """
 
 import inspect
@@ -79,7 +86,7 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise ValueError("grad_into must be None with DTensors, gather or sequence_parallel")
     x, w = given.get("input"), given.get("linear_weight")
     if sequence_parallel:
-        return _sequence_parallel(function, bound, gather)
+        return _run_form(function, *_of_sequence_parallel(given, gather))
     if not is_dtensor(x) and not is_dtensor(w):
         names = [name for name, value in given.items() if is_dtensor(value)]
         if names:
@@ -88,83 +95,127 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not is_dtensor(w):
         raise ValueError("linear_weight must be a DTensor beside a DTensor input, got Tensor")
     if not is_dtensor(x):
-        return _head_of_fsdp(function, bound, gather)
-    return _of_placements(function, bound, gather)
+        return _run_form(function, *_of_fsdp(given, gather))
+    return _wrapped(_run_form(function, *_of_placements(given, gather)), x)
 
 
-class Dimension(NamedTuple):
-    """What the ranks of a dimension of a mesh share."""
+class Head(NamedTuple):
+    """How a call gets the head, and this rank the gradient of what it has of it."""
 
-    group: "dist.ProcessGroup"
-    kind: Literal["classes", "tokens", "neither"]
+    rows: int = 0  # V, of a head that is gathered
+    gathered: "dist.ProcessGroup | None" = None  # its ranks have shards, as `torch.chunk` divides the head
+    shared: "tuple[dist.ProcessGroup, ...]" = ()  # their ranks have other tokens, and the same rows
+    mean: bool = False  # the gradient is the mean of those of the ranks, as with FSDP2, and not their sum
+
+    def whole(self, own: Tensor) -> Tensor:
+        """Returns the rows of the call, given those of this rank."""
+        return own if self.gathered is None else _all_rows(own, self.gathered, self.rows)
+
+    def own_gradient(self, gradient: Tensor, rows: int) -> Tensor:
+        """Returns the gradient of this rank's `rows` rows, given that of its tokens and the rows of the call."""
+        groups = self.shared if self.gathered is None else (self.gathered, *self.shared)
+        ranks = math.prod(group.size() for group in groups) if self.mean else 1
+
+        def of_copies(part: Tensor) -> Tensor:
+            for group in self.shared:
+                vocab_shard.all_sum(part, group.group_name)
+            return part.div_(ranks) if self.mean else part
+
+        if self.gathered is not None:
+            return _own_rows(gradient, self.gathered, rows, of_copies)
+        part = gradient.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        return of_copies(part).to(gradient.dtype)
 
 
-def _dimensions(x: Any, w: Any) -> list[Dimension]:
-    """Returns the dimensions of the mesh of input and linear_weight whose ranks do not share both."""
+class Form(NamedTuple):
+    """How a call on local tensors runs."""
+
+    head: Head
+    vocab_group: "dist.ProcessGroup | None" = None  # its ranks have different classes
+    classes: int | None = None  # K, with vocab_group; None for all rows of its ranks
+    rank_tokens: int | None = None  # the most tokens of a rank of vocab_group, whose ranks gather theirs; None: no rank
+    token_groups: "tuple[dist.ProcessGroup, ...]" = ()  # their ranks have different tokens
+
+
+def _run_form(function: Callable[..., Any], given: dict[str, Any], form: Form) -> Any:
+    """Runs a call on local tensors. Its results are those of this rank's tokens, and numbers of all tokens."""
+    local, head = dict(given), form.head
+    reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
+    if form.token_groups and reduction != "none":
+        of_caller = given.get("token_group")
+        local["token_group"] = form.token_groups if of_caller is None else (*form.token_groups, of_caller)
+    own: list[Any] = [given.get(name) for name in OF_HEAD]
+    in_forward = function.__name__ == "linear_cross_entropy" and reduction != "none" and not _in_float16(given["input"])
+    if head.gathered is not None and in_forward and torch.is_grad_enabled() and own[0].requires_grad:
+        found = _LossOfGatheredHead.apply((function, local, head), given["input"], *own)
+    else:
+        if head.gathered is not None or head.shared:
+            local |= {name: _Head.apply(one, head) for name, one in zip(OF_HEAD, own, strict=True) if one is not None}
+        found = _with_vocabulary(function, local, form)
+    return _of_all_ranks(found, local, form) if form.token_groups else found
+
+
+def _in_float16(x: Tensor) -> bool:
+    """Whether the matmuls of a call are those of float16. The range of its gradients is that of float16 too, and only
+    the backward pass knows their upstream gradient, so they are not rounded before."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return dtype == torch.float16
+
+
+def _of_placements(given: dict[str, Any], gather: Gather | None) -> tuple[dict[str, Any], Form]:
+    """Returns the local arguments and the form of a call of a DTensor input and head."""
     from torch.distributed.tensor import Replicate, Shard
 
+    x, w = given["input"], given["linear_weight"]
     if x.device_mesh != w.device_mesh:
         raise ValueError("linear_weight must have the device_mesh of input")
-    found, last = list[Dimension](), x.ndim - 1
+    if given.get("vocab_group") is not None:
+        raise ValueError("vocab_group must be None with DTensors, whose placements say what is shared")
+    of_classes, of_tokens = list[Any](), list[Any]()  # groups whose ranks have different classes, different tokens
     for index, (of_x, of_w) in enumerate(zip(x.placements, w.placements, strict=True)):
-        tokens = type(of_x) is Shard and of_x.dim % x.ndim != last
-        classes = type(of_w) is Shard and of_w.dim % 2 == 0
-        if not tokens and type(of_x) is not Replicate:
+        group = x.device_mesh.get_group(index)
+        if type(of_x) is Shard and of_x.dim % x.ndim != x.ndim - 1:
+            of_tokens.append(group)
+        elif type(of_x) is not Replicate:
             raise ValueError(
                 f"input must be Replicate, or Shard on an axis of tokens, on dimension {index}, got {of_x}"
             )
-        if not classes and type(of_w) is not Replicate:
+        if type(of_w) is Shard and of_w.dim % 2 == 0:
+            of_classes.append(group)
+        elif type(of_w) is not Replicate:
             raise ValueError(f"linear_weight must be Replicate or Shard(0) on dimension {index}, got {of_w}")
-        if tokens or classes:
-            kind = "neither" if tokens and classes else "tokens" if tokens else "classes"
-            found.append(Dimension(x.device_mesh.get_group(index), kind))
-    kinds = [one.kind for one in found]
-    if kinds.count("classes") + kinds.count("neither") > 1:
+    if len(of_classes) > 1:
         raise ValueError(f"linear_weight must be sharded on one dimension of the mesh, got {w.placements}")
-    if kinds.count("tokens") > 1:
-        raise ValueError(
-            f"input must be sharded on one dimension of the mesh where linear_weight is not, got {x.placements}"
-        )
-    return found
-
-
-def _of_placements(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
-    """Runs a call of a DTensor input and head."""
-    given = bound.arguments
-    x, w = given["input"], given["linear_weight"]
-    group_of = {one.kind: one.group for one in _dimensions(x, w)}
-    of_tokens, of_classes, of_neither = (group_of.get(kind) for kind in ("tokens", "classes", "neither"))
-    if given.get("vocab_group") is not None:
-        raise ValueError("vocab_group must be None with DTensors, whose placements say what is shared")
-    if given.get("token_group") is not None and of_tokens is not None:
-        raise ValueError(
-            "token_group must be None where a dimension of the mesh shards input and not linear_weight, got a group"
-        )
-    if gather is not None and of_neither is None:
+    of_vocabulary = of_classes[0] if of_classes else None
+    gathers = of_vocabulary in of_tokens
+    if gather is not None and not gathers:
         raise ValueError(f"gather must be None where input and linear_weight are not both sharded, got {gather!r}")
-    more_tokens = of_tokens is not None or given.get("token_group") is not None
-    if gather == "head" and more_tokens:
-        raise ValueError('gather must be "tokens" where ranks of another group have other tokens, got "head"')
-    classes = given.get("vocab_size") or w.shape[0]
-    local = _local(given, x, shards_tokens=of_tokens is not None or of_neither is not None)
-    reduction = given.get("reduction", "mean" if "reduction" in _signature(function).parameters else "none")
-    if of_tokens is not None:
-        for name in OF_HEAD:
-            if local.get(name) is not None:
-                local[name] = cast(Tensor, _Shared.apply(local[name], of_tokens, False))
-        if reduction != "none":
-            local["token_group"] = of_tokens
-    if of_neither is None:
-        of_shard = {} if of_classes is None else {"vocab_group": of_classes, "vocab_size": classes}
-        found = _call(function, local, **of_shard)
-    elif gather == "tokens" or more_tokens or (gather is None and x.shape[:-1].numel() < classes):
-        found = _with_all_tokens(function, local, of_neither, classes, _most_tokens(x, of_neither))
-    else:
-        found = _of_gathered_head(function, local, of_neither, w.shape[0], reduction, mean=False)
-        return _wrapped(_of_all_ranks(found, local, of_neither), x)
-    if of_tokens is not None:
-        found = _of_all_ranks(found, local, of_tokens, of_neither)
-    return _wrapped(found, x)
+    local, rows = _local(given, x, shards_tokens=bool(of_tokens)), w.shape[0]
+    shared = tuple(group for group in of_tokens if group is not of_vocabulary)
+    classes = given.get("vocab_size") or rows
+    if gathers and gather is None:
+        tokens = x.shape[:-1].numel() / math.prod(group.size() for group in shared)  # of the ranks of of_vocabulary
+        gather = "tokens" if tokens < classes else "head"
+    if of_vocabulary is None or gather == "head":
+        return local, Form(Head(rows, of_vocabulary, shared), token_groups=tuple(of_tokens))
+    most = _most_tokens(x, of_vocabulary) if gathers else None
+    local |= _of_equal_shards(local, rows, of_vocabulary.size(), classes)
+    return local, Form(Head(shared=shared), of_vocabulary, classes, most, shared)
+
+
+def _of_equal_shards(local: dict[str, Any], rows: int, ranks: int, classes: int) -> dict[str, Any]:
+    """Returns arguments of a rank that has a shard of a head whose `rows` end with padding. All ranks then have as many
+    rows: where only classes are divided, it is known how many a rank has, but not where rows of padding follow them."""
+    found, most = dict[str, Any](), -(-rows // ranks)
+    for name in OF_HEAD if classes < rows else ():
+        own = local.get(name)
+        if own is not None and len(own) < most:
+            found[name] = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
+    weight = local.get("weight")
+    if weight is not None and weight.shape == (rows,):
+        found["weight"] = weight[:classes]
+    return found
 
 
 def _mapped(change: Callable[[Tensor], Any], found: Any) -> Any:
@@ -177,84 +228,103 @@ def _mapped(change: Callable[[Tensor], Any], found: Any) -> Any:
     return found
 
 
-def _of_all_ranks(
-    found: Any, local: dict[str, Any], group: "dist.ProcessGroup", gathered: "dist.ProcessGroup | None" = None
-) -> Any:
-    """Returns results of this rank's tokens, or of those of the ranks of `gathered`, with the numbers of the tokens of
-    all ranks of `group` in place of theirs: the loss and z_loss, which `token_group` makes the ranks' mean, accuracy
-    and n_valid."""
+def _of_all_ranks(found: Any, local: dict[str, Any], form: Form) -> Any:
+    """Returns results with the numbers of all tokens in place of those of the tokens of a call: the loss and z_loss,
+    which `token_group` makes the mean over the ranks of its groups, accuracy and n_valid."""
+    groups = form.token_groups
+    ranks = math.prod(group.size() for group in groups)
 
     def summed(one: Tensor) -> Tensor:
-        return cast(Tensor, _Summed.apply(one / group.size(), group)) if one.ndim == 0 else one
+        return one if one.ndim else cast(Tensor, _Summed.apply(one / ranks, groups))
 
     if type(found) is tuple:
-        return tuple(_of_all_ranks(one, local, group, gathered) for one in found)
+        return tuple(_of_all_ranks(one, local, form) for one in found)
     if not hasattr(found, "accuracy"):
         return _mapped(summed, found)
-    contributes = local["target"] != local.get("ignore_index", -100)
+    contributes = local["target"].long() != local.get("ignore_index", -100)
     if local.get("token_weight") is not None:
         contributes &= local["token_weight"] != 0
     count = contributes.sum()
-    if gathered is not None:
-        count = vocab_shard.all_sum(count, gathered.group_name)
+    if form.vocab_group is not None and form.rank_tokens is not None:
+        count = vocab_shard.all_sum(count, form.vocab_group.group_name)
     correct = (found.accuracy.double() * count).round()
     numbers = torch.stack([found.n_valid.double(), count.double(), correct])
-    n_valid, count, correct = vocab_shard.all_sum(numbers, group.group_name)
+    n_valid, count, correct = _Summed.apply(numbers, groups)
     accuracy = (correct / count.clamp(min=1)).to(found.accuracy.dtype)
     return found._replace(z_loss=summed(found.z_loss), accuracy=accuracy, n_valid=n_valid.to(found.n_valid.dtype))
 
 
 def _local(given: dict[str, Any], x: Any, *, shards_tokens: bool) -> dict[str, Any]:
-    """Returns the arguments of a call with local tensors. Those of tokens must have the placements of input."""
+    """Returns the arguments of a call with local tensors. Those of tokens must have the placements of input, and those
+    of the head the placements of linear_weight."""
     from torch.distributed.tensor import Replicate
 
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        values = value if name == "per_token" else (value,)
-        made = []
-        for one in values:
-            tokens = name in OF_TOKENS or name == "per_token"
-            if is_dtensor(one):
-                expected = tuple(x.placements) if tokens else None
-                if name not in ("input", *OF_HEAD):
-                    expected = expected or (Replicate(),) * x.device_mesh.ndim
-                if expected is not None and (one.device_mesh != x.device_mesh or tuple(one.placements) != expected):
-                    raise ValueError(
-                        f"{name} must have the mesh of input and placements {expected}, got {one.placements}"
-                    )
-                if name == "linear_bias" and one.placements != given["linear_weight"].placements:
-                    raise ValueError(f"linear_bias must have the placements of linear_weight, got {one.placements}")
-                one = one.to_local()
-            elif isinstance(one, Tensor) and one.ndim and tokens and shards_tokens:
-                raise ValueError(
-                    f"{name} must be a DTensor with the placements of input {tuple(x.placements)}, got Tensor"
-                )
-            made.append(one)
-        found[name] = tuple(made) if name == "per_token" else made[0]
-    return found
+    mesh, of_head = x.device_mesh, given["linear_weight"].placements
+
+    def local(name: str, one: Any) -> Any:
+        of_tokens = name in OF_TOKENS or name == "per_token"
+        like, expected = "input", x.placements if of_tokens else (Replicate(),) * mesh.ndim
+        if name in OF_HEAD:
+            like, expected = "linear_weight", of_head
+        if is_dtensor(one):
+            if one.device_mesh != mesh or one.placements != expected:
+                raise ValueError(f"{name} must have the mesh of input and placements {expected}, got {one.placements}")
+            return _Local.apply(one)
+        if isinstance(one, Tensor) and (name in OF_HEAD or (of_tokens and shards_tokens and one.ndim)):
+            raise ValueError(f"{name} must be a DTensor with the placements of {like} {expected}, got Tensor")
+        return one
+
+    return {
+        name: tuple(local(name, one) for one in value) if name == "per_token" else local(name, value)
+        for name, value in given.items()
+    }
+
+
+class _Local(torch.autograd.Function):
+    """What this rank has of a DTensor. The gradient has the placements of the DTensor also where its ranks have
+    different sizes on another axis than the first. There that of `to_local` has other strides than the DTensor, and
+    autograd replaces it by one that is Replicate."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        local = value.to_local()
+        ctx.given = value.device_mesh, value.placements, value.shape, value.stride(), local.stride()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        mesh, placements, shape, stride, own_stride = ctx.given
+        return _dtensor(gradient, mesh, placements, shape, stride if gradient.stride() == own_stride else None)
+
+
+def _dtensor(local: Tensor, mesh: Any, placements: Any, shape: Any, stride: tuple[int, ...] | None = None) -> Any:
+    """Returns the DTensor (*shape) of the ranks' local tensors, contiguous if there is no stride."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _wrapped(found: Any, x: Any) -> Any:
     """Returns results as DTensors: those of tokens with the placements of input `x`, and numbers, which all ranks
     have."""
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
-    mesh, shape = x.device_mesh, x.shape[:-1]
-    stride = torch.empty(shape, device="meta").stride()
+    mesh = x.device_mesh
 
     def wrap(one: Tensor) -> Any:
-        if one.ndim == 0:
-            return DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return DTensor.from_local(one, mesh, x.placements, run_check=False, shape=shape, stride=stride)
+        of_tokens = one.ndim > 0
+        placements = x.placements if of_tokens else [Replicate()] * mesh.ndim
+        return _dtensor(one, mesh, placements, x.shape[:-1] if of_tokens else one.shape)
 
     return _mapped(wrap, found)
 
 
-def _head_of_fsdp(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
-    """Runs a call of a plain input and a DTensor head, which FSDP2 divides among ranks with different tokens."""
+def _of_fsdp(given: dict[str, Any], gather: Gather | None) -> tuple[dict[str, Any], Form]:
+    """Returns the local arguments and the form of a call of a plain input and a DTensor head, which FSDP2 divides among
+    ranks with different tokens."""
     from torch.distributed.tensor import Replicate, Shard
 
-    given = bound.arguments
     w = given["linear_weight"]
     if gather == "tokens" or (gather is None and given.get("token_group") is None):
         raise ValueError(
@@ -263,54 +333,21 @@ def _head_of_fsdp(function: Callable[..., Any], bound: inspect.BoundArguments, g
         )
     if given.get("vocab_group") is not None:
         raise ValueError("vocab_group must be None with a DTensor linear_weight")
-    others = [place for place in w.placements if place not in (Shard(0), Replicate())]
-    sharded = [index for index, place in enumerate(w.placements) if place == Shard(0)]
-    if others or len(sharded) > 1:
+    mesh, places = w.device_mesh, list(enumerate(w.placements))
+    sharded = [mesh.get_group(index) for index, place in places if place == Shard(0)]
+    if len(sharded) > 1 or any(place not in (Shard(0), Replicate()) for place in w.placements):
         raise ValueError(f"linear_weight must be Shard(0) on one dimension of its mesh, got {w.placements}")
     local = dict(given)
     for name in OF_HEAD:
         one = given.get(name)
         if one is None:
             continue
-        if not is_dtensor(one) or one.placements != w.placements:
-            raise ValueError(f"{name} must be a DTensor with the placements of linear_weight, got {one}")
-        local[name] = one.to_local()
-        for index, place in enumerate(w.placements):  # of HSDP, whose ranks have copies
-            if place == Replicate() and w.device_mesh.size(index) > 1:
-                local[name] = cast(Tensor, _Shared.apply(local[name], w.device_mesh.get_group(index), True))
-    if not sharded:
-        return _call(function, local)
-    reduction = local.get("reduction", "mean")
-    return _of_gathered_head(function, local, w.device_mesh.get_group(sharded[0]), w.shape[0], reduction, mean=True)
-
-
-def _of_gathered_head(
-    function: Callable[..., Any],
-    local: dict[str, Any],
-    group: "dist.ProcessGroup",
-    rows: int,
-    reduction: str,
-    *,
-    mean: bool,
-) -> Any:
-    """Runs a call on this rank's tokens and the whole head, of which it has a shard. The gradient of the head is the
-    sum of those of all ranks, or with `mean`, for FSDP2, their mean. Without it the call has the group as
-    `token_group`, unless its reduction is "none"."""
-    if not mean and reduction != "none":
-        local = local | {"token_group": group}
-    shards: list[Any] = [local.get(name) for name in OF_HEAD]
-    if (
-        function.__name__ == "linear_cross_entropy"
-        and reduction != "none"
-        and torch.is_grad_enabled()
-        and shards[0].requires_grad
-    ):
-        call = function, local, group, rows, mean
-        return _LossOfGatheredHead.apply(call, local["input"], *shards)
-    for name, shard in zip(OF_HEAD, shards, strict=True):
-        if shard is not None:
-            local[name] = gathered_head(shard, group, rows, mean=mean)
-    return _call(function, local)
+        if not is_dtensor(one) or one.placements != w.placements or one.device_mesh != mesh:
+            got = one.placements if is_dtensor(one) else type(one).__name__
+            raise ValueError(f"{name} must be a DTensor with the placements of linear_weight {w.placements}, got {got}")
+        local[name] = _Local.apply(one)
+    copies = [mesh.get_group(index) for index, place in places if place == Replicate() and mesh.size(index) > 1]
+    return local, Form(Head(w.shape[0], sharded[0] if sharded else None, tuple(copies), mean=True))
 
 
 class _LossOfGatheredHead(torch.autograd.Function):
@@ -319,12 +356,12 @@ class _LossOfGatheredHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        function, local, group, rows, mean = call
+        function, local, head = call
         shards, needed = {"linear_weight": weight, "linear_bias": bias}, ctx.needs_input_grad[1:]
         with torch.enable_grad():
             arrays: dict[str, Any] = {"input": input.detach()}
             for name, shard in shards.items():
-                arrays[name] = None if shard is None else _all_rows(shard.detach(), group, rows)
+                arrays[name] = None if shard is None else head.whole(shard.detach())
             for one, need in zip(arrays.values(), needed, strict=True):
                 if one is not None:
                     one.requires_grad_(need)
@@ -334,7 +371,7 @@ class _LossOfGatheredHead(torch.autograd.Function):
         del arrays, leaves  # the head is not needed any more
         for name, shard in shards.items():
             if name in gradients:
-                gradients[name] = _own_rows(gradients[name], group, cast(Tensor, shard), mean=mean)
+                gradients[name] = head.own_gradient(gradients[name], len(cast(Tensor, shard)))
         ctx.save_for_backward(*(gradients.get(name) for name in ("input", *OF_HEAD)))
         return loss.detach()
 
@@ -343,31 +380,50 @@ class _LossOfGatheredHead(torch.autograd.Function):
         return None, *(None if one is None else (one * d_loss).to(one.dtype) for one in ctx.saved_tensors)
 
 
-def _sequence_parallel(function: Callable[..., Any], bound: inspect.BoundArguments, gather: Gather | None) -> Any:
-    """Runs a call whose ranks of vocab_group have different tokens, as many on each."""
-    given = bound.arguments
+class _Head(torch.autograd.Function):
+    """The head of a call, or its bias, given what this rank has of it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, head: Head) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.head, ctx.rows = head, len(own)
+        whole = head.whole(own)
+        return own.view_as(own) if whole is own else whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.head.own_gradient(gradient, ctx.rows), None
+
+
+def _of_sequence_parallel(given: dict[str, Any], gather: Gather | None) -> tuple[dict[str, Any], Form]:
+    """Returns the arguments and the form of a call whose ranks of vocab_group have different tokens, as many on
+    each."""
     group = given.get("vocab_group")
     if group is None:
         raise ValueError("vocab_group must be a process group with sequence_parallel=True, got None")
     if gather is not None:
         raise ValueError(f"gather must be None with sequence_parallel=True, got {gather!r}")
     vocab_shard.check_group("vocab_group", group)
-    local = dict(given)
-    local.pop("vocab_group")
+    local = {name: value for name, value in given.items() if name not in ("vocab_group", "vocab_size")}
     shape, always = local["target"].shape, local.get("check_agreement", False)
     vocab_shard.check_agreement("vocab_group", group, {"the shape of target": tuple(shape)}, always=always)
-    return _with_all_tokens(function, local, group, local.pop("vocab_size", None), shape.numel())
+    return local, Form(Head(), group, given.get("vocab_size"), shape.numel())
 
 
-def _with_all_tokens(
-    function: Callable[..., Any], local: dict[str, Any], group: "dist.ProcessGroup", classes: int | None, most: int
-) -> Any:
-    """Runs a call on the tokens of all ranks of a group, at most `most` of each, each with its shard of the head.
-    Returns results by token of this rank's, and numbers of all tokens."""
-    given, ignore_index = dict(local), local.get("ignore_index", -100)
-    shape, x = given["target"].shape, given["input"]
+def _with_vocabulary(function: Callable[..., Any], local: dict[str, Any], form: Form) -> Any:
+    """Runs a call whose ranks of vocab_group, if there is one, have different classes. If they have different tokens
+    too, it is one of the tokens of all these ranks. Returns results by token of this rank's, and numbers of all
+    tokens."""
+    group, most = form.vocab_group, form.rank_tokens
+    if group is None:
+        return _call(function, local)
+    if most is None:
+        return _call(function, local, vocab_group=group, vocab_size=form.classes)
+    given, target, x = dict(local), local["target"], local["input"]
+    shape = target.shape
     given["input"] = x.reshape(-1, x.shape[-1])
-    fill: dict[str, Any] = {"target": ignore_index}
+    if not target.dtype.is_signed:
+        given["target"] = target.long()  # so that it can be ignore_index
+    fill: dict[str, Any] = {"target": local.get("ignore_index", -100)}
     for name in ("target", "token_weight", "per_token"):
         if given.get(name) is None:
             continue
@@ -375,7 +431,7 @@ def _with_all_tokens(
         ones = value if name == "per_token" else (value,)
         made = tuple(gathered_tokens(one, group, most, len(shape), fill.get(name, 0)) for one in ones)
         given[name] = made if name == "per_token" else made[0]
-    found = _call(function, given, vocab_group=group, vocab_size=classes, sequence_parallel=most)
+    found = _call(function, given, vocab_group=group, vocab_size=form.classes, sequence_parallel=most)
 
     def own(one: Tensor) -> Tensor:
         if one.ndim == 0:
@@ -397,24 +453,6 @@ def _most_tokens(x: Any, group: "dist.ProcessGroup") -> int:
     return math.prod(sizes[:-1])
 
 
-def gathered_head(local: Tensor, group: "dist.ProcessGroup", rows: int, *, mean: bool) -> Tensor:
-    """Returns the head (rows, ...) of shards that are divided as `torch.chunk` divides them. The backward pass adds the
-    gradients of all ranks in float32, or with `mean` takes their mean."""
-    return cast(Tensor, _GatheredHead.apply(local, group, rows, mean))
-
-
-class _GatheredHead(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Any, rows: int, mean: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.mean = group, mean
-        ctx.save_for_backward(local)
-        return _all_rows(local, group, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _own_rows(gradient, ctx.group, ctx.saved_tensors[0], mean=ctx.mean), None, None, None
-
-
 def _all_rows(local: Tensor, group: "dist.ProcessGroup", rows: int) -> Tensor:
     """Returns the rows of all ranks, which `torch.chunk` divides."""
     most = -(-rows // group.size())
@@ -423,11 +461,11 @@ def _all_rows(local: Tensor, group: "dist.ProcessGroup", rows: int) -> Tensor:
     return vocab_shard.gather(local.contiguous(), group.size(), group.group_name)[:rows]
 
 
-def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", like: Tensor, *, mean: bool) -> Tensor:
-    """Returns this rank's rows of the sum of the ranks' gradients, or of their mean, with the rows and dtype of `like`.
-    They are added in float32, some rows of each rank at a time: while these are sent, the next ones are cast."""
+def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", rows: int, finish: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns this rank's `rows` rows of finish(sum of the ranks' gradients), in the gradients' dtype. They are added
+    in float32, some rows of each rank at a time: while these are sent, the next ones are cast."""
     ranks = group.size()
-    most, own = -(-len(gradient) // ranks), torch.empty_like(like)
+    most, own = -(-len(gradient) // ranks), gradient.new_empty(rows, *gradient.shape[1:])
     if len(gradient) < ranks * most:
         gradient = torch.cat([gradient, gradient.new_zeros(ranks * most - len(gradient), *gradient.shape[1:])])
     by_rank = gradient.view(ranks, most, *gradient.shape[1:])
@@ -437,12 +475,12 @@ def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", like: Tensor, *, mea
     def receive(start: int, part: Tensor, work: Any) -> None:
         work.wait()
         place = own[start : start + step]
-        place.copy_(part[: len(place)].div_(ranks) if mean else part[: len(place)])
+        place.copy_(finish(part)[: len(place)])
 
     for start in range(0, most, step):
-        rows = by_rank[:, start : start + step].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        part = rows.new_empty(rows.shape[1:])
-        work = dist.reduce_scatter_tensor(part, rows.flatten(0, 1), group=group, async_op=True)
+        sent_rows = by_rank[:, start : start + step].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        part = sent_rows.new_empty(sent_rows.shape[1:])
+        work = dist.reduce_scatter_tensor(part, sent_rows.flatten(0, 1), group=group, async_op=True)
         sent.append((start, part, work))
         if len(sent) > 1:
             receive(*sent.pop(0))
@@ -451,28 +489,16 @@ def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", like: Tensor, *, mea
     return own
 
 
-class _Shared(torch.autograd.Function):
-    """An array that ranks share. The backward pass adds its gradients of all ranks in float32, or with `mean` takes
-    their mean."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any, mean: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.mean = group, mean
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        total = gradient.float().contiguous()
-        total = vocab_shard.all_sum(total.clone() if total is gradient else total, ctx.group.group_name)
-        return (total / ctx.group.size() if ctx.mean else total).to(gradient.dtype), None, None
-
-
 class _Summed(torch.autograd.Function):
-    """The sum of numbers over ranks. The gradient with respect to each is that with respect to the sum."""
+    """The sum of numbers over the ranks of groups. The gradient with respect to each is that with respect to the
+    sum."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return vocab_shard.all_sum(value.detach().clone(), group.group_name)
+    def forward(ctx: Any, value: Tensor, groups: "tuple[dist.ProcessGroup, ...]") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        value = value.detach().clone()
+        for group in groups:
+            value = vocab_shard.all_sum(value, group.group_name)
+        return value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

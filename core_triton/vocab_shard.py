@@ -7,7 +7,8 @@ The gradients of a rank's rows of the head are complete then. d_input is a sum o
 An operator of torch.compile cannot have a group as an argument, so a group is passed by its name.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
@@ -182,7 +183,7 @@ def shard_of(rows: int, rank: int, ranks: int, vocab_size: int | None) -> tuple[
 
 
 def joint_normalizer(
-    group: "dist.ProcessGroup",
+    groups: "Sequence[dist.ProcessGroup]",
     *,
     reduction: str,
     normalizer: Tensor | None,
@@ -194,23 +195,25 @@ def joint_normalizer(
     """Returns the () float32 denominator with which the mean of the ranks' losses is the loss of all their tokens.
 
     Args:
-        group: its ranks have different tokens.
+        groups: their ranks have different tokens.
         reduction: "mean" or "sum".
         normalizer: the denominator of all tokens, or None for the number of counted tokens of all ranks.
         target: (...,) of this rank.
         class_weight: (K,) float32 or None.
     """
-    ranks = group.size()
+    ranks = math.prod([group.size() for group in groups])
     if reduction == "sum":
         return torch.full((), 1.0 / ranks, device=target.device)
     if normalizer is None:
+        target = target.long()  # a number of 8 bits without a sign may be ignore_index modulo 256
         counted = target != ignore_index
         if class_weight is None:
             normalizer = counted.sum().float()
         else:
-            weights = row_math.target_class_weight(target.long(), class_weight, classes)
+            weights = row_math.target_class_weight(target, class_weight, classes)
             normalizer = torch.where(counted, weights, 0.0).sum()
-        normalizer = all_sum(normalizer, group.group_name)
+        for group in groups:
+            normalizer = all_sum(normalizer, group.group_name)
     return normalizer.float() / ranks
 
 

@@ -88,6 +88,7 @@ TWO = (
     ([Shard(0), Replicate()], [Shard(0), Replicate()]),
     ([Shard(0), Shard(0)], [Replicate(), Shard(0)]),
     ([Shard(0), Shard(0)], [Shard(0), Replicate()]),
+    ([Shard(0), Shard(0)], [Replicate(), Replicate()]),
 )
 FUNCTIONS: tuple[tuple[Callable[..., Tensor], bool], ...] = (
     (mean, False),
@@ -120,7 +121,7 @@ def check_placements(rank: int, ranks: int) -> None:
         for mesh, of_tokens, of_head in meshes:
             both = any(x == w == Shard(0) for x, w in zip(of_tokens, of_head, strict=True))
             ways = (None, "tokens", "head") if both else (None,)
-            for gather in ways[: None if of_tokens.count(Shard(0)) == 1 else 2]:
+            for gather in ways:
                 upstream = distribute_tensor(UPSTREAM, mesh, of_tokens) if by_token else None
                 given: Any = distributed(arrays, mesh, of_tokens, of_head)
                 found = loss_and_gradients(function, given | ({"gather": gather} if gather else {}), upstream)
@@ -201,6 +202,63 @@ def check_dtensor_statistics(rank: int, ranks: int) -> None:
             torch.testing.assert_close(one, want.chunk(ranks)[rank] if want.ndim else want, rtol=2e-5, atol=2e-5)
 
 
+def check_many_dimensions(rank: int, ranks: int) -> None:
+    """Tokens on both dimensions of a mesh, and on the ranks of a group besides, with statistics and a padded head whose
+    rows the ranks do not divide."""
+    arrays, mesh = drawn(), init_device_mesh("cpu", (2, ranks // 2))
+    arrays["target"].clamp_(max=CLASSES - 3)
+    own = [dist.new_group([one]) for one in range(ranks)][rank]
+    options: dict[str, Any] = {"weight": torch.linspace(0.5, 1.5, CLASSES), "z_loss_weight": 0.1}
+    options |= {"vocab_size": CLASSES - 2, "memory_budget": BUDGET}
+    leaves = {name: one.clone().requires_grad_(name in DIFFERENTIATED) for name, one in arrays.items()}
+    found: dict[str, tuple[Any, ...]] = {}
+
+    def loss(**given: Any) -> Tensor:
+        kept = core_triton.linear_cross_entropy_with_stats(**given)
+        found["stats"] = kept[1]
+        return kept[0]
+
+    for reduction, group in (("mean", None), ("sum", own)):
+        options["reduction"] = reduction
+        expected = loss_and_gradients(loss, leaves | options, None)
+        stats = found["stats"]
+        for of_head in ([Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(0), Replicate()]):
+            for gather in (None, "tokens", "head") if Shard(0) in of_head else (None,):
+                given: Any = distributed(arrays, mesh, [Shard(0), Shard(0)], of_head)
+                got = loss_and_gradients(loss, given | options | {"gather": gather, "token_group": group}, None)
+                torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+                whole = tuple(one.full_tensor() for one in found["stats"])
+                torch.testing.assert_close(whole, tuple(stats))
+
+
+def check_uneven_axis(rank: int, ranks: int) -> None:
+    """Ranks with different numbers of tokens on the second axis of input, some with none: the gradient has the
+    placements of input. Targets cannot be ignore_index, and the tokens that gathered ranks lack are ignored."""
+    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    x, target = arrays["input"].reshape(9, 5, HIDDEN), arrays["target"].reshape(9, 5).clamp(min=0).to(torch.uint8)
+    leaves = {"input": x.clone().requires_grad_(), "linear_weight": arrays["linear_weight"].clone().requires_grad_()}
+    expected = torch.autograd.grad(mean(**leaves, target=target), list(leaves.values()))
+    for of_head in (Replicate(), Shard(0)):
+        for gather in (None,) if of_head == Replicate() else ("tokens", "head"):
+            mine: Any = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+            w: Any = distribute_tensor(arrays["linear_weight"], mesh, [of_head]).requires_grad_()
+            mean(mine, w, distribute_tensor(target, mesh, [Shard(1)]), gather=gather).backward()
+            assert (mine.grad.placements, w.grad.placements) == (mine.placements, w.placements)
+            torch.testing.assert_close((mine.grad.full_tensor(), w.grad.full_tensor()), expected)
+
+
+def check_float16_gathered_head(rank: int, ranks: int) -> None:
+    """The upstream gradient, as of a gradient scaler, is that without which float16 would round the gradients to 0."""
+    arrays, mesh, scale = drawn(), init_device_mesh("cpu", (ranks,)), 2.0**24
+    names, target = ("input", "linear_weight"), distribute_tensor(arrays["target"], mesh, [Shard(0)])
+    exact = [arrays[name].clone().requires_grad_() for name in names]
+    expected = torch.autograd.grad(mean(*exact, arrays["target"], reduction="sum"), exact)
+    given = [distribute_tensor(arrays[name].half(), mesh, [Shard(0)]).requires_grad_() for name in names]
+    found: Any = torch.autograd.grad(mean(*given, target, normalizer=scale, gather="head") * scale, given)
+    for one, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.full_tensor().float(), want, rtol=2e-3, atol=2e-3 * float(want.abs().max()))
+
+
 def check_data_parallel(rank: int, ranks: int) -> None:
     """DTensors on a dimension of the mesh, and ranks of another one that have other tokens: token_group."""
     arrays, grid = drawn(), init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
@@ -209,17 +267,15 @@ def check_data_parallel(rank: int, ranks: int) -> None:
     exact = mean(leaves[0], leaves[1], arrays["target"])
     exact_d_weight = torch.autograd.grad(exact, leaves[1])[0]
     own = (slice(0, 19), slice(19, TOKENS))[data.rank()]
-    for place in (Replicate(), Shard(0)):
+    for place, gather in ((Replicate(), None), (Shard(0), "tokens"), (Shard(0), "head")):
         x, target = (distribute_tensor(arrays[name][own], mesh, [place]) for name in ("input", "target"))
         w: Any = distribute_tensor(arrays["linear_weight"], mesh, [Shard(0)]).requires_grad_()
-        loss: Any = mean(x, w, target, token_group=data)
+        loss: Any = mean(x, w, target, token_group=data, gather=gather)
         d_weight: Any = torch.autograd.grad(loss, w)[0]
         for got, want in ((loss.detach(), exact), (d_weight, exact_d_weight)):
             total = got.full_tensor()
             dist.all_reduce(total, group=data)
             torch.testing.assert_close(total / 2, want.detach(), rtol=2e-5, atol=2e-5)
-        with pytest.raises(ValueError, match="gather must be"):
-            mean(x, w, target, token_group=data, gather="head")
 
 
 def check_fsdp2_parameter(rank: int, ranks: int) -> None:
@@ -287,6 +343,34 @@ def check_vocab_parallel(rank: int, ranks: int) -> None:
         parallelize_module(torch.nn.Linear(4, 4), mesh, VocabParallel())
 
 
+def check_vocab_parallel_and_fsdp2(rank: int, ranks: int) -> None:
+    """A module whose classes are divided on one dimension, and its parameters with FSDP2 on another, whose ranks have
+    different tokens."""
+    arrays, mesh = drawn(), init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+    x, target = arrays["input"][:44], arrays["target"][:44]
+    w, b = (arrays[name].clone().requires_grad_() for name in ("linear_weight", "linear_bias"))
+    loss = mean(x, w, target, linear_bias=b)
+    expected = torch.autograd.grad(loss, (w, b))
+    group = mesh.get_group("data")
+    own = slice(22 * mesh.get_local_rank("data"), 22 * mesh.get_local_rank("data") + 22)
+    part = slice(None)
+    for layout in (Replicate(), Shard(0)):
+        head = core_triton.LinearCrossEntropy(HIDDEN, CLASSES, bias=True, token_group=group, memory_budget=BUDGET)
+        head.load_state_dict({"weight": w.detach(), "bias": b.detach()})
+        parallelize_module(head, mesh["tensor"], VocabParallel(input_layouts=layout))
+        fully_shard(head, mesh=mesh["data"], reshard_after_forward=False)
+        if layout == Shard(0):
+            half, at = 22 // (ranks // 2), mesh.get_local_rank("tensor")
+            part = slice(at * half, at * half + half)
+        found = head(x[own][part], target[own][part])
+        found.backward()
+        total = found.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / ranks, loss.detach())
+        gradients: Any = tuple(one.grad for one in head.parameters())
+        torch.testing.assert_close(tuple(one.full_tensor() for one in gradients), expected)
+
+
 def check_compiled(rank: int, ranks: int) -> None:
     """torch.compile runs a call with DTensors between two graphs. fullgraph=True is an error that says so."""
     from torch._dynamo.exc import Unsupported  # takes two seconds
@@ -318,7 +402,7 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
 
     shared, sharded = on(x, Replicate()), on(x, Shard(0))
     head = on(w, Shard(0))
-    world = dist.group.WORLD
+    world, bias, named = dist.group.WORLD, arrays["linear_bias"], {"gather": "head"}
     for message, arguments, options in (
         ("input must be a DTensor beside a DTensor linear_weight", (x, head, target), {}),
         ("linear_weight must be a DTensor beside a DTensor input", (shared, w, target), {}),
@@ -326,8 +410,10 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
         ("linear_weight must be Replicate or Shard\\(0\\)", (shared, on(w, Shard(1)), target), {}),
         ("target must be a DTensor with the placements of input", (sharded, head, target), {}),
         ("target must have the mesh of input and placements", (sharded, head, on(target, Replicate())), {}),
+        ("linear_bias must be a DTensor with the placements of", (shared, head, target), {"linear_bias": bias}),
+        ("linear_bias must be a DTensor with the placements of", (x, head, target), {"linear_bias": bias, **named}),
+        ("linear_weight must be Shard\\(0\\) on one dimension of its mesh", (x, on(w, Shard(1)), target), named),
         ("vocab_group must be None with DTensors", (shared, head, target), {"vocab_group": world}),
-        ("token_group must be None where", (sharded, on(w, Replicate()), on(target, Shard(0))), {"token_group": world}),
         ("gather must be None where input", (shared, head, target), {"gather": "head"}),
         ('gather must be "tokens", "head" or None', (shared, head, target), {"gather": "all"}),
         ("gather must be None without DTensors", (x, w, target), {"gather": "head"}),
@@ -356,10 +442,14 @@ DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
     "placements": check_placements,
     "sequence_parallel": check_sequence_parallel,
     "dtensor_statistics": check_dtensor_statistics,
+    "many_dimensions": check_many_dimensions,
+    "uneven_axis": check_uneven_axis,
+    "float16_gathered_head": check_float16_gathered_head,
     "data_parallel": check_data_parallel,
     "fsdp2_parameter": check_fsdp2_parameter,
     "hsdp_parameter": check_hsdp_parameter,
     "vocab_parallel": check_vocab_parallel,
+    "vocab_parallel_and_fsdp2": check_vocab_parallel_and_fsdp2,
     "dtensor_compiled": check_compiled,
     "dtensor_errors": check_dtensor_errors,
 }

@@ -11,16 +11,19 @@ import pytest
 import torch
 from gathered_checks import GATHERED_CHECKS
 from programs import Command, Printed, each, python
-from torch_ranks import CHECKS, FORMS, KERNEL_CHECKS
+from torch_ranks import CHECKS, FORMS, KERNEL_CHECKS, PLACEMENTS
 
-from core_triton.vocab_shard import shard_of
+from core_triton.vocab_shard import joint_normalizer, shard_of
 from parity.cases import Case, cases
 
 
 def requests(form: str) -> list[str]:
-    """Returns what runs in a form. Token ranks have a scalar loss, and the sum of all tokens has no rows' weights."""
+    """Returns what runs in a form. Token ranks have a scalar loss, and the sum of all tokens has no rows' weights. With
+    DTensors all but `grad_into` runs."""
 
     def runs(case: Case) -> bool:
+        if form in PLACEMENTS:
+            return not case.saved_budget and not case.grad_into
         scalar = case.function != "log_probs" and case.spec.reduction != "none"
         return not case.saved_budget and (form == "vocabulary" or scalar)
 
@@ -29,9 +32,13 @@ def requests(form: str) -> list[str]:
 
 def programs() -> dict[str, tuple[Command, bool]]:
     """Returns, for each request, the program that runs it, and whether it is quick."""
-    quick = [request for form, step in zip(FORMS, (9, 13, 13), strict=True) for request in requests(form)[::step]]
+    steps = dict(zip(FORMS, (9, 13, 13), strict=True)) | dict.fromkeys(PLACEMENTS, 53)
+    # Each form of DTensors begins elsewhere, so that they run other cases.
+    quick = [
+        request for at, form in enumerate(steps) for request in requests(form)[max(0, 7 * (at - 3)) :: steps[form]]
+    ]
     quick += [f"check:{name}" for name in CHECKS]
-    slow = [request for form in FORMS for request in requests(form) if request not in quick]
+    slow = [request for form in steps for request in requests(form) if request not in quick]
     found: dict[str, tuple[Command, bool]] = dict.fromkeys(
         quick, (python("torch_ranks.py", "4", "chunked", *quick), True)
     )
@@ -57,6 +64,9 @@ INTERPRETED = (
     "vocabulary:log_probs-fp16-padded-bias-skewed-ignored-axis1-tight-n50",
     "vocabulary:edge-token_loss-stats-mean-fp16",
     "vocabulary:mean-fp32-zloss-padded-weight-skewed-axis1-n123",
+    "gathered_tokens:mean-bf16-n123",
+    "gathered_head:mean-bf16-n123",
+    "dtensor_tokens:edge-token_loss-stats-mean-fp16",
 )
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
@@ -127,6 +137,13 @@ def test_a_shard_of_another_number_of_rows_is_an_error() -> None:
     message = "linear_weight must be this rank's shard of vocab_size 507 classes on 4 ranks: at least 127 rows on"
     with pytest.raises(ValueError, match=re.escape(message)):
         shard_of(126, 0, 4, 507)
+
+
+def test_a_class_of_uint8_is_not_taken_for_ignore_index() -> None:
+    """156 is -100 modulo 256."""
+    target = torch.tensor([156, 3], dtype=torch.uint8)
+    of_call: dict[str, Any] = {"reduction": "mean", "normalizer": None, "target": target, "class_weight": None}
+    assert joint_normalizer((), **of_call, ignore_index=-100, classes=200) == 2
 
 
 @pytest.mark.slow

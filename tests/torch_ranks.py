@@ -4,7 +4,8 @@ on GPUs, which the ranks share if there are fewer. Then gloo connects them, and 
 
 A form says what the ranks share. "vocabulary": the ranks have the same tokens, and each has a shard of the head.
 "tokens": each has the whole head and other tokens, not the same number. "both": half of each, on a grid of ranks. The
-outputs of the ranks are put together to those of the case, and rank 0 compares them with the float64 reference.
+outputs of the ranks are put together to those of the case, and rank 0 compares them with the float64 reference. The
+forms of `PLACEMENTS` are calls on DTensors, whose outputs are whole.
 """
 
 import json
@@ -28,6 +29,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 if sys.argv[2:3] == ["triton"]:
     import interpret_loss  # before core_triton: the kernels run in Triton's interpreter
@@ -44,6 +47,13 @@ from parity.cases import Case, cases
 from parity.expected import GRADIENT_OF, compare, expected
 
 FORMS = ("vocabulary", "tokens", "both")
+# Placements of the tokens and of the head, and what is gathered.
+PLACEMENTS: dict[str, tuple[Placement, Placement, str | None]] = {
+    "dtensor_vocabulary": (Replicate(), Shard(0), None),
+    "dtensor_tokens": (Shard(0), Replicate(), None),
+    "gathered_tokens": (Shard(0), Shard(0), "tokens"),
+    "gathered_head": (Shard(0), Shard(0), "head"),
+}
 TIMEOUT = timedelta(seconds=60)
 OF_TOKENS = ("input", "target", "token_weight", "d_log_prob", "d_entropy", "d_lse")  # their first axis is split
 
@@ -110,6 +120,34 @@ def run(case: Case, arrays: Mapping[str, np.ndarray], place: Place, implementati
     return {name: one.detach().float().cpu().numpy() for name, one in outputs.items()}
 
 
+def run_dtensors(
+    case: Case, arrays: Mapping[str, np.ndarray], form: str, ranks: int, implementation: str
+) -> dict[str, Any]:
+    """Returns the outputs of a case on DTensors, whole."""
+    of_tokens, of_head, gather = PLACEMENTS[form]
+    device = "cuda" if implementation == "gpu" else "cpu"
+    dtypes, mesh, tensors = dtype_names(case, arrays), init_device_mesh(device, (ranks,)), dict[str, Tensor]()
+    for name, value in arrays.items():
+        made, placement = torch.tensor(value, dtype=getattr(torch, dtypes[name]), device=device), Replicate()
+        if name in (*OF_TOKENS, *case.per_token) or (name == "d_loss" and made.ndim):
+            made, placement = made.reshape(-1, *([case.hidden] if name == "input" else [])), of_tokens
+        elif name in ("linear_weight", "linear_bias"):
+            placement = of_head
+        plain = name in ("weight", "normalizer")
+        tensors[name] = made if plain else distribute_tensor(made, mesh, [placement])
+    parts = 1 if of_head == Replicate() or gather == "head" else ranks
+    options = options_of(case, "triton" if implementation == "gpu" else implementation)
+    options |= {"memory_budget": budget_of(case, parts), "gather": gather}
+    outputs = {}
+    for name, one in torch_outputs(case, tensors, options).items():
+        assert isinstance(one, DTensor), name
+        expected = of_head if name in ("d_weight", "d_bias") else Replicate() if one.ndim == 0 else of_tokens
+        assert one.placements == (expected,), (name, one.placements)
+        whole: Any = one.detach()
+        outputs[name] = whole.full_tensor().float().cpu().numpy()
+    return outputs
+
+
 def joined(case: Case, found: Mapping[tuple[int, int], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Returns the outputs of a case from those of the ranks, which are found by part of the vocabulary and share of the
     tokens. Asserts that what the ranks of a vocabulary share is the same, bit for bit."""
@@ -136,12 +174,14 @@ def joined(case: Case, found: Mapping[tuple[int, int], Mapping[str, np.ndarray]]
     return outputs
 
 
-def check(case: Case, arrays: Mapping[str, np.ndarray], outputs: dict[str, np.ndarray], *, shares: int) -> Any:
-    """Returns which part of its budget each output used, in percent."""
+def check(
+    case: Case, arrays: Mapping[str, np.ndarray], outputs: dict[str, np.ndarray], *, shares: int, whole: bool = False
+) -> Any:
+    """Returns which part of its budget each output used, in percent. `whole`: the statistics are of all tokens."""
     reference = expected(case, arrays)
     shaped = {}
     for name, one in reference.items():
-        if shares > 1 and name == "accuracy":  # of each rank's tokens
+        if shares > 1 and name == "accuracy" and not whole:  # of each rank's tokens
             one = one._replace(value=np.asarray(outputs[name]))
         if shares > 1 and name == "d_bias" and case.weight_dtype != "float32":
             continue  # rounded on each rank before their mean, which cancels where all targets are one class
@@ -441,7 +481,7 @@ def run_check(
     failure = ""
     try:
         check(rank, ranks)
-    except Exception:
+    except (Exception, pytest.fail.Exception):
         failure = f"rank {rank}: {traceback.format_exc()[-2000:]}"
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, failure)
@@ -470,6 +510,7 @@ def worker(
         "tokens": Place(0, 1, None, rank, ranks, world),
         "both": Place(rank % 2, 2, rows[rank // 2], rank // 2, half, columns[rank % 2]),
     }
+    whole = Place(0, 1, None, 0, 1, None)
     by_name = {case.name: case for case in cases()}
     for request in requests:
         form, name = request.split(":", 1)
@@ -477,9 +518,12 @@ def worker(
             run_check(request, (CHECKS | KERNEL_CHECKS)[name], rank, ranks, write)
             continue
         case = replace(by_name[name], tight_memory=True)
-        arrays, place = make_arrays(by_name[name]), places[form]
+        arrays, place, of_dtensors = make_arrays(by_name[name]), places.get(form, whole), form in PLACEMENTS
         try:
-            outcome: Any = run(case, arrays, place, implementation)
+            if of_dtensors:
+                outcome: Any = run_dtensors(case, arrays, form, ranks, implementation)
+            else:
+                outcome = run(case, arrays, place, implementation)
         except Exception as failure:  # one failing case must not hide the others, and the ranks fail together
             outcome = f"{type(failure).__name__}: {failure}"
         every: list[Any] = [None] * ranks
@@ -491,7 +535,8 @@ def worker(
         try:
             if failures:
                 raise RuntimeError(failures[0])
-            result["used"] = check(case, arrays, joined(case, dict(every)), shares=place.shares)
+            shares = ranks if form in ("dtensor_tokens", "gathered_head") else place.shares
+            result["used"] = check(case, arrays, joined(case, dict(every)), shares=shares, whole=of_dtensors)
         except Exception as failure:
             result["failure"] = f"{type(failure).__name__}: {failure}"
         write(json.dumps(result))
