@@ -97,7 +97,6 @@ def place(problem: Problem, rows: CallRows, x: Array) -> CallRows:
     assert top is not None
     assert total is not None
     target = call.of(rows.ref_exponent)  # of the target's logit, so far
-    top, total = top[0], total[0]
     top = jnp.where(jnp.abs(top) < jnp.inf, top * LOG2_E, -jnp.inf)
     shift = jnp.maximum(top, target)
     others = 1.0 + classes / size * (total - 1.0)

@@ -1337,6 +1337,7 @@ FLOAT16 = (
     ),
     Mutation("jax_pallas/float16.py", "load(largest_x_ref, at,", "load(largest_x_ref, row,", JAX_FITS),
     Mutation("jax_pallas/float16.py", "again | (rho == 0)", "rho == 0", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "(jnp.abs(top) < jnp.inf, top *", "(jnp.abs(top) < jnp.inf, top[0] *", JAX_FITS),
     Mutation("jax_pallas/float16.py", "jnp.exp2(own.astype(jnp.float32) - shift)", "jnp.exp2(-shift)", JAX_FITS),
     Mutation("jax_pallas/float16.py", "piece < IN_A_NUMBER", "piece <= IN_A_NUMBER", JAX_FITS),
     Mutation("jax_pallas/float16.py", "(start + row, within)", "(row, within)", JAX_FITS),
