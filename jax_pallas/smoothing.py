@@ -21,7 +21,9 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax import Array
 
+from jax_pallas import vocab_shard
 from jax_pallas.problem import Problem, plan_of
+from jax_pallas.slicing import Slice
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Smoothing:
         mean_row: (D,) float32, the mean of the head's rows, each times its class weight.
         mean_bias: () float32, that of the bias.
         mean_weight: () float32, that of the class weights.
-        class_weight: (K,) float32, or None.
+        class_weight: (K,) float32, or None; where devices have shards of the vocabulary, of the rows of this device's
+            shard, 0 in those that are no classes.
         scales: powers of two that d_input and the gradients of the head are multiplied by, or None.
     """
 
@@ -48,25 +51,31 @@ class Smoothing:
 
     @staticmethod
     def of(problem: Problem, scales: tuple[Array, Array] | None) -> "Smoothing | None":
-        """Returns the smoothing of a call, None if it has none."""
+        """Returns the smoothing of a call, None if it has none. Where devices have shards of the vocabulary, they
+        exchange the sums of their rows."""
         if scales is not None and problem.grad_into is not None:  # of d_bias, `scaled_exp` scales the whole sum
             scales = scales[0], jnp.float32(1.0)
         epsilon, classes, axis = problem.spec.label_smoothing, problem.classes, problem.vocab_axis
         if not epsilon:
             return None
-        w, b, class_weight = problem.linear_weight, problem.linear_bias, problem.class_weight
+        w, b, class_weight, own = problem.linear_weight, problem.linear_bias, problem.class_weight, None
         weights = jnp.ones(classes, jnp.float32) if class_weight is None else class_weight
-        # Not a matmul, which would copy a head with padding. Padding may hold NaN.
-        factor = jnp.expand_dims(jnp.pad(weights, (0, w.shape[axis] - classes)), 1 - axis)
-        real = jnp.expand_dims(jnp.arange(w.shape[axis]) < classes, 1 - axis)
-        mean_row = jnp.where(real, factor * w.astype(jnp.float32), 0.0).sum(axis) / classes
-        mean_bias = jnp.float32(0) if b is None else (weights * b[:classes].astype(jnp.float32)).sum() / classes
+        if problem.devices.vocab_axes:
+            own = _of_shard(problem)
+            mean_row, mean_bias = _means_of_shards(problem, own)
+        else:
+            # Not a matmul, which would copy a head with padding. Padding may hold NaN.
+            factor = jnp.expand_dims(jnp.pad(weights, (0, w.shape[axis] - classes)), 1 - axis)
+            real = jnp.expand_dims(jnp.arange(w.shape[axis]) < classes, 1 - axis)
+            mean_row = jnp.where(real, factor * w.astype(jnp.float32), 0.0).sum(axis) / classes
+            mean_bias = jnp.float32(0) if b is None else (weights * b[:classes].astype(jnp.float32)).sum() / classes
         mean_weight = weights.sum() / classes
         if class_weight is not None:
             class_weight = (1.0 - epsilon) * class_weight + epsilon * mean_weight
         spec = replace(problem.spec, label_smoothing=0.0)
         whole = replace(problem, spec=spec, class_weight=class_weight)
-        return Smoothing(whole, epsilon, mean_row, mean_bias, mean_weight, problem.class_weight, scales)
+        own = problem.class_weight if own is None else own
+        return Smoothing(whole, epsilon, mean_row, mean_bias, mean_weight, own, scales)
 
     def add_to_theta(self, theta: Array, row_weight: Array) -> Array:
         """Returns theta (n,) with the target's terms of rows of these row weights (n,)."""
@@ -109,9 +118,10 @@ class Smoothing:
         return d_weight, d_bias
 
     def _of_weight(self) -> Array:
-        classes, axis, vocab = self.problem.classes, self.problem.vocab_axis, self.problem.linear_weight.shape
+        axis, vocab = self.problem.vocab_axis, self.problem.linear_weight.shape
         row_sum = self._scaled((self.problem.row_weight[:, None] * self._rows()).sum(0))
-        factors = jnp.expand_dims(jnp.pad(self._class_factors(), (0, vocab[axis] - classes)), 1 - axis)
+        factors = self._class_factors()
+        factors = jnp.expand_dims(jnp.pad(factors, (0, vocab[axis] - len(factors))), 1 - axis)
         return factors * jnp.expand_dims(row_sum, axis)
 
     def _class_factors(self) -> Array:
@@ -129,3 +139,23 @@ class Smoothing:
         """Returns the input (N, D) float32, with zeros in rows that do not contribute, which may hold any values."""
         x = self.problem.input.astype(jnp.float32)
         return jnp.where(self.problem.row_weight[:, None] != 0, x, 0.0)
+
+
+def _of_shard(problem: Problem) -> Array:
+    """Returns the class weights of the rows of this device's shard, 0 in those that are no classes, (rows,) float32."""
+    own = Slice(0, problem.linear_weight.shape[problem.vocab_axis], None)
+    weights = problem.class_weight_of(own)
+    if weights is None:
+        is_class = problem.classes_of(own).fresh
+        weights = jnp.ones(own.size, jnp.float32) if is_class is None else is_class.astype(jnp.float32)
+    return weights
+
+
+def _means_of_shards(problem: Problem, weights: Array) -> tuple[Array, Array]:
+    """Returns the means over all classes of the head's rows (D,) and of the bias (), each times its class weight.
+    weights: of `_of_shard`."""
+    w, b, axis = problem.linear_weight, problem.linear_bias, problem.vocab_axis
+    own = jnp.where(jnp.expand_dims(weights != 0, 1 - axis), jnp.expand_dims(weights, 1 - axis) * w, 0.0).sum(axis)
+    of_bias = jnp.zeros(1) if b is None else jnp.where(weights != 0, weights * b, 0.0).sum()[None]
+    sums = vocab_shard.all_sum(problem.devices, jnp.concatenate([own, of_bias])) / problem.classes
+    return sums[:-1], sums[-1]
