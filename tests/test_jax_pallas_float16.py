@@ -31,9 +31,10 @@ def test_shifted_sums_are_below_2_to_the_15(total: float, shift: int) -> None:
     assert row_kernels.shift_of(jnp.float32(total)) == shift
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_each_row_is_placed_by_an_estimate_of_its_own_lse(axis: int) -> None:
-    """The lse of the rows is between 7 and 70, and of one row the target has all of it."""
+@pytest.mark.parametrize(("axis", "count"), [(0, None), (1, None), (1, 300), (0, 40)])
+def test_each_row_is_placed_by_an_estimate_of_its_own_lse(axis: int, count: int | None) -> None:
+    """The lse of the rows is between 7 and 70, and of one row the target has all of it. With a count the other rows of
+    the head are no classes."""
     n, d, v = 24, 64, 512
     random = np.random.default_rng(0)
     x, w = random.standard_normal((n, d)) * np.linspace(0.1, 3.0, n)[:, None], random.standard_normal((v, d))
@@ -44,13 +45,18 @@ def test_each_row_is_placed_by_an_estimate_of_its_own_lse(axis: int) -> None:
     ours = planned(ours, "loss_and_gradients", "pallas_triton", NeedsGrad(True, True, True))
     tile = plan_of(ours).tile
     assert tile is not None
-    step = v // tile.block_v
-    sampled = 0.5 * (x.astype(np.float64) @ w[::step].T.astype(np.float64) + bias[::step].astype(np.float64))
+    share, sample = v / tile.block_v, np.arange(0, v, v // tile.block_v)
+    if count is not None:
+        ours = replace(ours, class_count=jnp.int32(count))
+        share, sample = count / tile.block_v, np.arange(tile.block_v) * count // tile.block_v
+        w[count:], bias[count:] = np.nan, np.nan
+        ours = replace(ours, linear_weight=jnp.asarray(w if axis == 0 else w.T), linear_bias=jnp.asarray(bias))
+    sampled = 0.5 * (x.astype(np.float64) @ w[sample].T.astype(np.float64) + bias[sample].astype(np.float64))
     exponents = np.append(random.integers(-20, 5, n - 1), 200).astype(np.float32)
     rows = CallRows(*[jnp.zeros(n)] * 10)._replace(ref_exponent=jnp.asarray(exponents), row_weight=row_weight)
     found = float16.place(ours, rows, ours.input)
     top = sampled.max(1)
-    others = np.exp(top) * (1 + step * (np.exp(sampled - top[:, None]).sum(1) - 1))
+    others = np.exp(top) * (1 + share * (np.exp(sampled - top[:, None]).sum(1) - 1))
     wanted = np.floor(np.log2(np.exp2(exponents, dtype=np.float64) + others) + 0.5) - float16.PLACE
     wanted[2] = exponents[2]
     assert len({*wanted.tolist()}) > n // 2
