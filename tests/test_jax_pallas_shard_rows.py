@@ -304,8 +304,8 @@ def check_confident(dtype: Any = jnp.bfloat16) -> None:
 
 
 def check_exchange(dtype: Any = jnp.bfloat16, classes: int = 256, **options: Any) -> None:
-    """One sum before the first chunk and two for each chunk, none of them of logits or of the head; with label smoothing
-    one more, of the mean row of the head and the mean bias."""
+    """One sum before the first chunk and two for each chunk, none of them of logits or of the head. With smoothing one
+    more, of the mean row of the head and the mean bias."""
     x, w, y = given_arrays(dtype, classes)
     grads = jax.value_and_grad(partial(linear_cross_entropy, **KERNELS, **options), (0, 1))
     text = of_shards(lambda *arrays: grads(*arrays), (P(), (P(), P("vocab")))).lower(x, w, y).as_text()
