@@ -182,7 +182,7 @@ def _why_shards_are_chunked(key: PlanKey) -> str | None:
     if x.dtype == "float32":
         kind = f"with {x.dtype} input"
     elif x.dtype == "float16" and key.token_parts > 1:
-        kind = f"with {x.dtype} input and {GATHERED}"
+        kind = f"with {x.dtype} input and tokens that are gathered (gather='tokens')"
     elif w.dtype != x.dtype:
         kind = f"with {w.dtype} linear_weight"
     elif of_smoothing is not None:
@@ -194,17 +194,12 @@ def _why_shards_are_chunked(key: PlanKey) -> str | None:
     return f"the kernels take no shard of the vocabulary (vocab_axis_name) {kind}"
 
 
-GATHERED = "tokens that are gathered (gather='tokens')"
-
-
 def _why_smoothed_shards_are_chunked(key: PlanKey) -> str | None:
     """Returns what no kernels run with label smoothing and shards of the vocabulary, the end of a sentence, or None."""
     if not key.label_smoothing:
         return None
     if key.input.dtype != "bfloat16":
         return f" and {key.input.dtype} input"
-    if key.token_parts > 1:
-        return f" and {GATHERED}"
     if smoothing_is_linear(key):
         return None
     if key.softcap:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_pallas import vocab_shard
+from jax_pallas.gathering import own_rows
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.slicing import Slice
 
@@ -85,7 +86,10 @@ class Smoothing:
     def losses(self, loss: Array, target_logit: Array) -> Array:
         """Returns the losses (N,) of all rows with the terms of label smoothing."""
         row_weight, scale = self.problem.row_weight, self.problem.spec.logit_scale
-        mean_logit = scale * ((self._rows() * self.mean_row).sum(1) + self.mean_bias)
+        dots = (self._rows() * self.mean_row).sum(1)
+        if self.problem.devices.token_parts > 1:  # of this device's rows, so far
+            dots = vocab_shard.rows_of_all(self.problem.devices, dots[:, None])[:, 0]
+        mean_logit = scale * (dots + self.mean_bias)
         term = self.epsilon * row_weight * (self.mean_weight * target_logit - mean_logit)
         return jnp.where(row_weight != 0, loss + term, loss)
 
@@ -97,8 +101,8 @@ class Smoothing:
         return row_weight * self._factor(), self.mean_row
 
     def add_to_input(self, d_input: Array) -> Array:
-        """Returns d_input (N, D) with the terms of all rows."""
-        row_weight = self.problem.row_weight[:, None]
+        """Returns d_input, of the rows of the input, with their terms."""
+        row_weight = self._row_weight()[:, None]
         summed = d_input.astype(jnp.float32) + self._factor() * row_weight * self.mean_row
         return jnp.where(row_weight != 0, summed, d_input).astype(d_input.dtype)
 
@@ -119,7 +123,10 @@ class Smoothing:
 
     def _of_weight(self) -> Array:
         axis, vocab = self.problem.vocab_axis, self.problem.linear_weight.shape
-        row_sum = self._scaled((self.problem.row_weight[:, None] * self._rows()).sum(0))
+        row_sum = (self._row_weight()[:, None] * self._rows()).sum(0)
+        if self.problem.devices.token_parts > 1:
+            row_sum = vocab_shard.sum_of_tokens(self.problem.devices, row_sum)
+        row_sum = self._scaled(row_sum)
         factors = self._class_factors()
         factors = jnp.expand_dims(jnp.pad(factors, (0, vocab[axis] - len(factors))), 1 - axis)
         return factors * jnp.expand_dims(row_sum, axis)
@@ -136,9 +143,14 @@ class Smoothing:
         return -self.epsilon * self.problem.spec.logit_scale
 
     def _rows(self) -> Array:
-        """Returns the input (N, D) float32, with zeros in rows that do not contribute, which may hold any values."""
+        """Returns the rows of the input, float32, with zeros in those that do not contribute, which may hold any
+        values."""
         x = self.problem.input.astype(jnp.float32)
-        return jnp.where(self.problem.row_weight[:, None] != 0, x, 0.0)
+        return jnp.where(self._row_weight()[:, None] != 0, x, 0.0)
+
+    def _row_weight(self) -> Array:
+        """Returns the weights of the rows of the input, which are those of all tokens or of this device's."""
+        return own_rows(self.problem.devices, self.problem.row_weight)
 
 
 def _of_shard(problem: Problem) -> Array:

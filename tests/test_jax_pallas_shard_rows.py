@@ -103,7 +103,7 @@ CASES += (
         spec=LossSpec("none", label_smoothing=0.1),
     ),
 )
-QUICK = ("token loss", "padded", "smoothing", "float16, padded", "bits", "confident", "errors")
+QUICK = ("token loss", "padded", "float16, padded", "bits", "confident", "errors")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
 SIZES: dict[str, Any] = {"lead": (114,), "hidden": 64}
@@ -121,7 +121,24 @@ TOKEN_CASES = (
     Case(name="padded", **TOKENS_PADDED, spec=LossSpec(vocab_size=201), logit_std=8.0, with_stats=True),
     replace(Case(name="out of range", **TOKENS, spec=LossSpec("none")), poison=TARGETS),
 )
-QUICK_TOKENS = ("tokens, token loss", "tokens, exchange")
+MOST: dict[str, Any] = TOKENS | {"vocab": 1024}  # 256 on each of four
+TOKEN_CASES += (
+    Case(  # with less smoothing, an error of its terms would be within the budget of d_weight
+        name="smoothing",
+        **TOKENS | MORE,
+        has_class_weight=True,
+        token_weight="signed",
+        spec=LossSpec("sum", label_smoothing=0.3),
+    ),
+    Case(
+        name="smoothing, none",
+        **MOST,
+        spec=LossSpec("none", label_smoothing=0.2),
+        upstream="random",
+    ),
+    Case(name="smoothing, padded", **TOKENS_PADDED | MORE, spec=LossSpec("sum", label_smoothing=0.3, vocab_size=401)),
+)
+QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange")
 
 
 def budget_of(case: Case) -> int:
@@ -179,7 +196,7 @@ def budget_of_tokens(case: Case, **axes: int) -> int:
         ),
         vocab_axis=case.vocab_axis,
         classes=classes,
-        label_smoothing=0.0,
+        label_smoothing=case.spec.label_smoothing,
         softcap=case.spec.softcap is not None,
         entropy=False,
         d_input=True,
@@ -357,7 +374,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{
         f"tokens and classes, {case.name}": partial(check_tokens, case, vocab=2, fsdp=2)
         for case in TOKEN_CASES
-        if case.name in ("token loss", "padded")
+        if case.name in ("token loss", "padded", "smoothing, none")
     },
     "tokens, unrolled": check_unrolled,
     "tokens, exchange": check_exchange_of_tokens,
