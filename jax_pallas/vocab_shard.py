@@ -81,11 +81,6 @@ def rows_of_all(devices: Devices, rows: Array) -> Array:
     return _rows_of_all(rows, devices.gather_axes)
 
 
-def sum_of_tokens(devices: Devices, array: Array) -> Array:
-    """Returns the sum of an array over the devices that divide the rows of the input."""
-    return lax.psum_p.bind(array, axes=devices.gather_axes, axis_index_groups=None)
-
-
 _own_rows_of_sum = collective(
     "linear_ce_own_rows_of_sum",
     lambda rows, axes: lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True),

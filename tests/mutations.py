@@ -653,10 +653,8 @@ SCALE = (
     ),
     Mutation("jax_pallas/shard_rows.py", "shifts=found.shifts,", "shifts=0 * found.sums,", JAX_FLOAT16_SHARDS),
     Mutation("jax_pallas/scaled_exp.py", "where(chunk.of(rows.target) >= 0,", "where(True,", JAX_SMOOTHED_SHARDS),
-    Mutation("jax_pallas/smoothing.py", "vocab_shard.all_sum(problem.devices, ", "(", JAX_SMOOTHED_SHARDS),
-    Mutation(
-        "jax_pallas/vocab_shard.py", "bind(array, axes=devices.gather_axes", "bind(array, axes=()", JAX_SMOOTHED_SHARDS
-    ),
+    Mutation("jax_pallas/smoothing.py", "vocab_shard.all_sum(devices, ", "(", JAX_SMOOTHED_SHARDS),
+    Mutation("jax_pallas/smoothing.py", "(devices.token_parts / devices.shards)", "0.5", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
     Mutation(
         "jax_pallas/token_slices.py",

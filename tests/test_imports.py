@@ -214,7 +214,7 @@ ONE_FRAMEWORK_ONLY = {
     # A rank knows its place in the group when it calls, a device only when it runs. Ranks may disagree, devices of one
     # program cannot.
     "vocab_shard.py": {
-        *("own_sum_of_d_input", "rows_of_all", "sum_of_tokens"),  # of tokens that are gathered chunk by chunk
+        *("own_sum_of_d_input", "rows_of_all"),  # of tokens that are gathered chunk by chunk
         *(
             "VocabShard",
             *("start_all_sum", "start_gather", "start_own_sum", "group_of"),

@@ -38,7 +38,7 @@ def dtype_of(mode: str) -> Any:
 
 def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
     """Compiles a call with gradients for so many GPUs. v: rows of one GPU; some of the last are no classes if the mode
-    contains "padded". If it is "tokens", the GPUs divide the tokens too, and gather them. With "float16" the arrays
+    contains "padded". With "tokens" the GPUs divide the tokens too, and gather them. With "float16" the arrays
     have this dtype, and with "smoothing" the call has label smoothing."""
     target = (HERE / "targets/h200.pbtxt").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
@@ -51,11 +51,11 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
 
     def call(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
         def loss(x: jax.Array, w: jax.Array) -> Any:
-            if mode == "tokens":
-                return linear_cross_entropy(x, w, y, **options, gather="tokens")
+            smoothing = 0.1 if "smoothing" in mode else 0.0
+            if "tokens" in mode:
+                return linear_cross_entropy(x, w, y, **options, gather="tokens", label_smoothing=smoothing)
             if mode in LOSSES:
                 classes = shards * v - 47 if "padded" in mode else None
-                smoothing = 0.1 if "smoothing" in mode else 0.0
                 return linear_cross_entropy(x, w, y, **options, vocab_size=classes, label_smoothing=smoothing)
             if mode == "log_probs":
                 return linear_log_probs(x, w, y, **options).log_prob.sum()
@@ -64,7 +64,7 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
 
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
-    rows = P("vocab") if mode == "tokens" else P()
+    rows = P("vocab") if "tokens" in mode else P()
     dtype = dtype_of(mode)
     arrays = shape((n, d), dtype, rows), shape(sizes, dtype, head), shape((n,), jnp.int32, rows)
     with jax.set_mesh(mesh):
@@ -163,16 +163,22 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shards", "n", "shape", "vocab_axis"),
-    [(8, 65536, LLAMA, 0), (8, 32768, LLAMA, 0), (2, 16384, GEMMA, 1), (2, 16384, QWEN, 0)],  # the first has a loop
+    ("mode", "shards", "n", "shape", "vocab_axis"),
+    [
+        ("tokens", 8, 65536, LLAMA, 0),  # a loop over chunks
+        ("tokens", 8, 32768, LLAMA, 0),
+        ("tokens", 2, 16384, GEMMA, 1),
+        ("tokens", 2, 16384, QWEN, 0),
+        ("tokens smoothing", 8, 32768, LLAMA, 0),
+    ],
 )
 def test_tokens_are_gathered_beside_the_chunk_before(
-    shards: int, n: int, shape: tuple[int, int], vocab_axis: int, tmp_path: Path
+    mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: int, tmp_path: Path
 ) -> None:
     """The rows of the input of a chunk arrive beside the matmul of the logits of the one before, and d_input is summed
     beside the matmul of d_weight. No device has the rows of d_input of all tokens, or, in a long call, of the input."""
     d, rows = shape[0], shape[1] // shards
-    program = {"mode": "tokens", "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
+    program = {"mode": mode, "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
     [found] = compile_all([program], tmp_path)
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
     names = found["operations"]
@@ -189,7 +195,11 @@ def test_tokens_are_gathered_beside_the_chunk_before(
         ends = [next(i for i in range(index, len(names)) if names[i].startswith(done)) for index in begun]
         return [{*MATMULS} & {*names[index:end]} for index, end in zip(begun, ends, strict=True)]
 
-    assert beside("reduce-scatter", "reduce-scatter-done") == [{"d_weight"}] * chunks
+    sums = beside("reduce-scatter", "reduce-scatter-done")
+    # The last one may run beside the terms of label smoothing, which are added to all of d_weight.
+    last = [{"d_weight"}, set()] if "smoothing" in mode else [{"d_weight"}]
+    assert sums[:-1] == [{"d_weight"}] * (chunks - 1)
+    assert sums[-1] in last
     gathers = [one for one in beside("all-gather", "all-gather-done") if one]
     # Nothing runs beside the first one, beside the second perhaps where chunks are small, and beside those at the end.
     assert gathers == [{"exponentials"}] * len(gathers)
