@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.cuda import nccl
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import core_triton
 from benchmarks import scale_peers
@@ -35,10 +36,14 @@ def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], 
     gpus = works[0].gpus
     if device == "cuda" and torch.cuda.device_count() < gpus:
         raise RuntimeError(f"--gpus must be at most the number of GPUs, {torch.cuda.device_count()}, got {gpus}")
-    messages = get_context("spawn").SimpleQueue()
+    method = "spawn"
+    if device == "cpu":
+        method = "fork"  # ranks share what this process has imported, and each resets Dynamo
+        import_module("torch._dynamo")
+    messages = get_context(method).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = gpus, works, device, f"{folder}/store", messages
-        processes = spawn(_rank, arguments, gpus, join=False)
+        processes = start_processes(_rank, arguments, gpus, join=False, start_method=method)
         assert processes is not None
         while (message := messages.get()) is not None:
             add(message)

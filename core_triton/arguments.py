@@ -144,8 +144,6 @@ def decide(
     chosen = choose(device, implementation, gpu)
     if ranks and saved_budget:
         raise ValueError(f"saved_budget must be 0 with vocab_group, got {saved_budget}")
-    if ranks and batch_invariant:
-        raise ValueError("batch_invariant must be False with vocab_group: its matmuls are cuBLAS's, got True")
     check_batch_invariant(
         batch_invariant,
         label_smoothing=spec.label_smoothing,

@@ -192,7 +192,8 @@ def linear_cross_entropy(
             weight (of all classes), token_weight and the options are the same on all ranks. Every rank returns the same
             loss, bit for bit, and the whole gradient of input. The gradients of linear_weight and linear_bias are those
             of its shard. The matmuls are divided by the ranks: the three of one GPU for a 16-bit input and the
-            kernels, and otherwise four. saved_budget and batch_invariant are not supported.
+            kernels, and otherwise four. saved_budget must be 0. With batch_invariant the ranks add d_input in their
+            order, which is not done beside a matmul, and the bits depend on the number of ranks.
         token_group: process group whose ranks have different tokens, as many or not. The mean of the losses of its
             ranks is the loss of all their tokens, and the mean of their gradients is its gradient, so
             `DistributedDataParallel` and FSDP2, which take means, compute the global gradient. With reduction "mean"

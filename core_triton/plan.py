@@ -267,7 +267,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             batch-invariant and is not. Or its tokens must be gathered chunk by chunk and cannot be.
     """
     plan = _any_plan(key)
-    if key.gathers and (plan.path != "scaled_exp" or key.stage != "loss_and_gradients"):
+    if key.gathers and (plan.path != "scaled_exp" or key.stage != "loss_and_gradients" or key.batch_invariant):
         raise ValueError("only three matmuls of scaled exponentials gather tokens chunk by chunk")
     why = why_variant(key, plan) if key.batch_invariant else None
     if why is not None:

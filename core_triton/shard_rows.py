@@ -22,7 +22,7 @@ from core_triton import packed_rows, vocab_shard
 from core_triton.kernels import ARGMAX, ENTROPY, LOG2_E, LOGIT_SUM, MAX, SQUARES, planes
 from core_triton.launch import At, cdiv, column_block, launch
 from core_triton.packed_rows import ChunkNumbers, PackedRows
-from core_triton.problem import Problem
+from core_triton.problem import Problem, plan_of
 from core_triton.row_kernels import BLOCKS_AT_ONCE, FINISHED_ROWS, column_maxima, column_sums
 from core_triton.row_statistics import first_of_largest
 from linear_ce import statistics as bits
@@ -46,7 +46,7 @@ class ReducedRows(NamedTuple):
     """Rows of d_input whose sum over the ranks is on its way."""
 
     part: Tensor  # (n, D)
-    work: Any  # what `torch.distributed` returns
+    work: Any  # what `torch.distributed` returns, or None: the sum is there
 
 
 def of_own_classes(problem: Problem) -> Problem:
@@ -217,9 +217,11 @@ def merge(of_own: ChunkNumbers, class_blocks: int, rows: PackedRows, of_shard: S
 
 
 def start_sum(of_shard: ShardRows, part: Tensor) -> ReducedRows:
-    """Starts the sum over the ranks of their parts (n, D) of rows of d_input."""
+    """Starts the sum over the ranks of their parts (n, D) of rows of d_input. With batch_invariant it also ends it."""
     shard = of_shard.problem.shard
     assert shard is not None
+    if plan_of(of_shard.problem).batch_invariant:
+        return ReducedRows(vocab_shard.ordered_sum(part, shard.ranks, shard.group), None)
     return ReducedRows(part, vocab_shard.start_all_sum(part, shard.group))
 
 
@@ -237,7 +239,8 @@ def put_rows_kernel(part_ptr, row_ptr, row_weight_ptr, d_input_ptr, hidden, BLOC
 
 def put_sum(reduced: ReducedRows, order: At, row_weight: At, d_input: Tensor) -> None:
     """Waits for the sum of rows of d_input, and writes it to the rows `order` (n,) of it."""
-    reduced.work.wait()
+    if reduced.work is not None:
+        reduced.work.wait()
     n, hidden = reduced.part.shape
     block = column_block(hidden)
     arrays = reduced.part, order, row_weight, d_input

@@ -387,7 +387,8 @@ def choose_scaled_exp(
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * most_rows, d_input_scratch, d_weight_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
-        size += exchanged * rows + (exchanged > 0 and d_input) * (4 * hidden // parts + 8) * rows
+        rows_of_sum = (3 if batch_invariant else 1) * (exchanged > 0 and d_input)  # of `vocab_shard.ordered_sum`
+        size += exchanged * rows + rows_of_sum * (4 * hidden // parts + 8) * rows
         if gathering_ranks:  # the rows of two chunks, and a rank's rows of d_input
             size += hidden // parts * (itemsize * min(2 * rows, tokens) + d_input * 4 * rows // gathering_ranks)
         # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.

@@ -570,6 +570,7 @@ def _add_gradients(
         part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
         sums = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
         total = sums(of_shard.problem.devices, part)
+        e = vocab_shard.after_begin(e)
     if d_weight is not None:
         started = smooth is not None or problem.grad_into is not None
         d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first, started=started)

@@ -70,7 +70,7 @@ class TokenSlices(NamedTuple):
         """Returns the rows of the input of a chunk, which are gathered when those of the chunk before are there, x; and
         x."""
         own, x = lax.optimization_barrier((self._own_rows(chunk), x))
-        return vocab_shard.rows_of_all(self.devices, own), x
+        return vocab_shard.rows_of_all(self.devices, own), vocab_shard.after_begin(x)
 
     def place(self, rows: CallRows, chunk: Slice, x: Array) -> tuple[GatheredChunk, CallRows]:
         """Returns a chunk whose rows of the input are x, which must be there when the logits of the chunk before are;

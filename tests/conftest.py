@@ -57,7 +57,6 @@ gc.disable()
 def pytest_collection_finish(session: pytest.Session) -> None:
     if APART not in os.environ:
         run_apart(session.items)
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
     gc.enable()

@@ -1,5 +1,6 @@
 """Runs the checks of a test file in a process with several CPU devices, whose number must be set before JAX starts."""
 
+import gc
 import json
 import os
 import subprocess
@@ -40,6 +41,8 @@ def failures_in(file: Path, names: Iterable[str]) -> dict[str, str]:
 def run_named(checks: Mapping[str, Callable[[], None]]) -> None:
     """Runs the checks that the command line names and prints their failures as a JSON object, by name."""
     assert jax.device_count() == DEVICES
+    gc.freeze()  # as in conftest.py, no scan visits what was imported, and scans are rare
+    gc.set_threshold(10_000, 10, 100)
     found: dict[str, str] = {}
     for name in sys.argv[1:]:
         try:

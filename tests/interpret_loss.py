@@ -26,6 +26,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import gluon_in_numpy
 import numpy as np
+import quick_interpreter
 import torch
 import triton.language as tl
 from assertions import least_budget
@@ -846,10 +847,22 @@ REPAIR = scaled_exp.kernels.repair
 
 
 def run_batch_invariant() -> None:
-    """Checks that with batch_invariant=True the results of a row are the same bits among any other rows: alone, in
-    another order, in other chunks, and beside rows that are repaired. A repair writes no other row.
+    """Says which results of a row are other bits among other rows, and which rows are repaired."""
+    for name, used in batch_invariant_differences().items():
+        say(name=name, used={index: 200.0 if differs else 0.0 for index, differs in used.items()})
+
+
+def batch_invariant_differences(
+    part: tuple[int, int] = (0, 1), implementation: str | None = None, **of_shard: Any
+) -> dict[str, dict[str, bool]]:
+    """Returns which results of a row with batch_invariant=True are other bits among other rows: alone, in another
+    order, in other chunks, and beside rows that are repaired. A repair writes no other row.
 
     The interpreter runs no kernel of d_input, so here each row is multiplied by itself.
+
+    Args:
+        part: the part of the head that the call has, and how many there are.
+        of_shard: arguments of a call that has one.
     """
     generator = torch.Generator().manual_seed(0)
     n, d, v = 40, 16, 300
@@ -858,6 +871,7 @@ def run_batch_invariant() -> None:
     x[far] *= 40
     x, w, target = x.bfloat16(), w.bfloat16(), torch.randint(0, v, (n,), generator=generator)
     weight = torch.randn(n, generator=generator)
+    w = w.chunk(part[1])[part[0]]
     repaired: list[int] = []
 
     def repair(*arguments: Any, e: Stores, **options: Any) -> None:
@@ -878,8 +892,8 @@ def run_batch_invariant() -> None:
     def results(rows: Sequence[int], budget: int | None = None, kept: Tensor | None = None) -> list[Tensor]:
         input, head = x[rows].requires_grad_(), w.clone().requires_grad_()
         y = target[rows] if kept is None else torch.where(kept[rows], target[rows], -100)
-        options: dict[str, Any] = {"memory_budget": budget, "implementation": Running.implementation}
-        options["batch_invariant"] = True
+        options: dict[str, Any] = {"memory_budget": budget, "batch_invariant": True, **of_shard}
+        options["implementation"] = implementation or Running.implementation
         loss = token_losses.weighted_nll(), weight[rows]
         summed, stats = core_triton.linear_token_loss_with_stats(
             input, head, y, *loss, stats=("log_prob", "lse"), reduction="sum", **options
@@ -898,11 +912,7 @@ def run_batch_invariant() -> None:
     ):
         everything = [*range(n)]
         want = results(everything)
-        say(
-            name="repaired rows",
-            used={"differ": 0.0 if {*repaired} <= {1, 2} and repaired else 200.0},
-            repaired=repaired,
-        )
+        differences = {"repaired rows": {str(repaired): not repaired or not {*repaired} <= {1, 2}}}
         half = torch.rand(n, generator=generator) < 0.5
         for name, rows, options in (
             ("a repaired row alone", [38], {}),
@@ -911,8 +921,9 @@ def run_batch_invariant() -> None:
         ):
             counted = half[rows] if "kept" in options else torch.ones(len(rows), dtype=torch.bool)
             found = results(rows, **options)
-            same = [torch.equal(a[counted], b[rows][counted]) for a, b in zip(found, want, strict=True)]
-            say(name=name, used={str(i): 0.0 if one else 200.0 for i, one in enumerate(same)})
+            differ = [not torch.equal(a[counted], b[rows][counted]) for a, b in zip(found, want, strict=True)]
+            differences[name] = {str(index): one for index, one in enumerate(differ)}
+    return differences
 
 
 def run_token_kernel() -> None:
@@ -1292,6 +1303,8 @@ def prepare_process() -> None:
     tl.core.block_type.with_element_ty = _with_element_ty
     tl.core.tensor.__init__ = _init_tensor
     _patch_language()
+    if "PLAIN_INTERPRETER" not in os.environ:
+        quick_interpreter.install(_shape)
     torch.use_deterministic_algorithms(True)  # fills new buffers with NaN, so that unwritten elements show
     torch.set_num_threads(1)
     # NumPy, which interprets the kernels, warns of infinities and NaN, which the edge cases contain on purpose. It also

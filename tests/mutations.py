@@ -610,6 +610,8 @@ SCALE = (
         RANKS_BY_KERNELS,
     ),
     Mutation("core_triton/vocab_shard.py", "normalizer.float() / ranks", "normalizer.float()", TORCH_RANKS),
+    Mutation("core_triton/vocab_shard.py", "own += received", "own -= received", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "plan_of(of_shard.problem).batch_invariant", "False", RANKS_BY_KERNELS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "one / group.size()", "one", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "(correct / count.clamp(min=1))", "found.accuracy", TORCH_RANKS),
@@ -656,6 +658,12 @@ SCALE = (
     Mutation("jax_pallas/smoothing.py", "vocab_shard.all_sum(devices, ", "(", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "(devices.token_parts / devices.shards)", "0.5", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
+    Mutation(
+        "jax_pallas/vocab_shard.py",
+        "(operand, cuda=wait,",
+        "(operand, cuda=lambda operand: operand,",
+        tests("jax_pallas_kernels", "begins_first"),
+    ),
     Mutation(
         "jax_pallas/token_slices.py",
         "chunk.start + lax.axis_index(self.devices.gather_axes) * own.size",

@@ -24,9 +24,10 @@ HERE = Path(__file__).parent
 PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
 # Each program uses one thread, because the programs share the cores. They also share the GPU's memory, most of which
 # JAX would preallocate. XLA's autotuning would compile each matmul in dozens of ways, and time them while other
-# programs run.
+# programs run. In OpenBLAS's matmuls for Haswell and Zen the bits of a row depend on its place, as on no GPU.
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
+    "OPENBLAS_CORETYPE": "Sandybridge",
     "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "PYTHONPATH": PATHS,

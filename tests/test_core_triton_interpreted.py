@@ -27,9 +27,9 @@ Program = tuple[Any, ...]  # a program of interpret_loss.py: its name and argume
 Results = list[dict[str, Any]]  # one per call
 
 
-def interpret(programs: list[Program]) -> list[Results]:
-    """Runs programs of interpret_loss.py in one process and returns the results of each."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+def interpret(programs: list[Program], **more: str) -> list[Results]:
+    """Runs programs of interpret_loss.py in one process and returns the results of each. more: its variables."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", **more}
     # In OpenBLAS's matmuls for Haswell and Zen the bits of a row depend on its place, which is not so on a GPU.
     environment["OPENBLAS_CORETYPE"] = "Sandybridge"
     command = [sys.executable, "-W", "error", str(HERE / "interpret_loss.py"), json.dumps(programs)]
@@ -292,3 +292,11 @@ def test_saved_rows_of_float16_under_any_upstream_gradients(results: Results) ->
 @pytest.mark.parametrize("program", [quick("scale")])
 def test_scale_kernel(results: Results) -> None:
     assert len(results) == 12  # three dtypes times four factors
+
+
+@pytest.mark.slow
+def test_the_quick_operators_of_the_interpreter_compute_the_same_bits() -> None:
+    """`quick_interpreter` against Triton's own operators: the errors of all results, in percent of their budgets."""
+    programs: list[Program] = [("fewer_rows", *sorted(TABLES["edges-bfloat16"])), ("batch_invariant",)]
+    programs += [("repair", "quick"), ("sm80", "repair", "quick")]
+    assert interpret(programs) == interpret(programs, PLAIN_INTERPRETER="1")

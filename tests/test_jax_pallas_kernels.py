@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from jax_problem import replaced
 
 from benchmarks.jax_ptx import COMPILER
 from benchmarks.jax_ptx import environment as gpu_compiler
-from jax_pallas import float16, kernels, row_kernels, target_grad
+from jax_pallas import float16, kernels, row_kernels, target_grad, vocab_shard
 from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
 from jax_pallas.row_kernels import CallRows
@@ -563,3 +563,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_collective_begins_first() -> None:
+    """On a GPU an operand of a matmul waits in a kernel, in place. On a CPU it does not."""
+    call, e = jax.jit(vocab_shard.after_begin), jnp.ones((4, 8), jnp.bfloat16)
+    np.testing.assert_array_equal(call(e), e)
+    device = AbstractDevice("NVIDIA H100 80GB HBM3", 1, "gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = call.trace(e).lower(lowering_platforms=("cuda",)).as_text()
+    assert "let_begin_kernel" in text
+    assert "output_operand_alias<output_tuple_indices = [0], operand_index = 1, operand_tuple_indices = []>" in text

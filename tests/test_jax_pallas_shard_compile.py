@@ -126,6 +126,12 @@ def compile_all(programs: list[dict[str, Any]], kept: Path) -> list[dict[str, An
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"mode"')]
 
 
+def waits(beside: list[str]) -> bool:
+    """Returns whether a kernel waits before the first matmul of `operations`, if there is one."""
+    first = next((index for index, name in enumerate(beside) if name in MATMULS), None)
+    return first is None or any(name.startswith("let_begin") for name in beside[:first])
+
+
 def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: int, kept: Path) -> None:
     d, rows = shape[0], shape[1] // shards
     program = {"mode": mode, "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
@@ -153,8 +159,10 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
     assert len(sums) == chunks
     for index in sums:
         done = next(i for i in range(index, len(names)) if names[i].startswith("all-reduce-done"))
+        beside = names[index:done]
         after = {"target_rows_kernel"} if "float16" in mode and index == sums[-1] else set()
-        assert ({"d_weight"} | after) & {*names[index:done]}
+        assert ({"d_weight"} | after) & {*beside}
+        assert waits(beside)
         assert "{0,1}" not in names[index]  # row by row, or the operations before and after it are slow
     if mode == "token_stats":  # the kernel of the logits spills with all statistics, of one GPU too
         return
@@ -190,10 +198,12 @@ def test_tokens_are_gathered_beside_the_chunk_before(
     assert not [name for name in names if re.search(rf"{whole}|\b{rows}\b", name)]
 
     def beside(start: str, done: str) -> list[set[str]]:
-        """Returns which matmuls run beside each exchange of rows."""
+        """Returns which matmuls run beside each exchange of rows, which begins before them."""
         begun = [index for index, name in enumerate(names) if re.match(rf"{start}-start .*\[\d+,{d}\]", name)]
         ends = [next(i for i in range(index, len(names)) if names[i].startswith(done)) for index in begun]
-        return [{*MATMULS} & {*names[index:end]} for index, end in zip(begun, ends, strict=True)]
+        spans = [names[index:end] for index, end in zip(begun, ends, strict=True)]
+        assert all(waits(span) for span in spans)
+        return [{*MATMULS} & {*span} for span in spans]
 
     sums = beside("reduce-scatter", "reduce-scatter-done")
     # The last one may run beside the terms of label smoothing, which are added to all of d_weight.

@@ -17,9 +17,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from multiprocessing import get_context
+from operator import add
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,6 +37,7 @@ from dtensor_checks import DTENSOR_CHECKS
 from gathered_checks import GATHERED_CHECKS
 
 import core_triton
+from core_triton import vocab_shard
 from parity.arrays import make_arrays
 from parity.backends import dtype_names, options_of, torch_outputs
 from parity.cases import Case, cases
@@ -224,7 +227,7 @@ def check_errors(rank: int, ranks: int) -> None:
         ),
         (
             ValueError,
-            "batch_invariant must be False with vocab_group",
+            "batch_invariant=True needs the kernels",
             lambda: loss(x, w, target, vocab_group=world, batch_invariant=True),
         ),
         (
@@ -399,6 +402,19 @@ def check_statistics(rank: int, ranks: int) -> None:
     assert float(stats.accuracy) == float((largest == target).float().mean())
 
 
+def check_batch_invariant(rank: int, ranks: int) -> None:
+    """The results of a row are the same bits among any rows. All ranks' parts of d_input are added in their order."""
+    world = dist.group.WORLD
+    assert world is not None
+    options: dict[str, Any] = {"vocab_group": world, "vocab_size": 300}
+    with mock.patch.object(vocab_shard, "start_all_sum", None):
+        found = interpret_loss.batch_invariant_differences((rank, ranks), "triton", **options)
+    assert not [(name, key) for name, of_name in found.items() for key, differs in of_name.items() if differs], found
+    parts = torch.randn(ranks, 7, 3, generator=torch.Generator().manual_seed(0))
+    want = reduce(add, parts)
+    assert torch.equal(vocab_shard.ordered_sum(parts[rank].clone(), ranks, world.group_name), want)
+
+
 CHECKS: dict[str, Callable[[int, int], None]] = {
     "ddp": check_ddp,
     "fsdp2": check_fsdp2,
@@ -414,6 +430,7 @@ KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
     "far_logits": check_far_logits,
     "smoothing": check_smoothing,
     "statistics": check_statistics,
+    "batch_invariant": check_batch_invariant,
     **GATHERED_CHECKS,
 }
 
