@@ -33,6 +33,7 @@ from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.cases import Case
 
+pytestmark = pytest.mark.timeout(900)  # one process runs all cases
 SHARDS = 2
 KERNELS: dict[str, Any] = {"implementation": "pallas_triton", "vocab_axis_name": "vocab"}
 ROWS: dict[str, Any] = {"lead": (96,), "hidden": 32, "vocab": 256, "dtype": "bfloat16", "has_bias": True}
