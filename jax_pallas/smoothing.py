@@ -29,7 +29,7 @@ from jax_pallas.slicing import Slice
 
 
 class _Exchanged(NamedTuple):
-    """What devices exchange of their own rows of the input, float32."""
+    """What devices exchange of the rows of the input that each has, float32."""
 
     dots: Array  # (N,), the dot product of each row of the input and the mean row of the head
     row_sum: Array  # (D,), the sum of these rows, each times its row weight
@@ -91,8 +91,8 @@ class Smoothing:
         return made if row_sum is None else made._exchange(row_sum)
 
     def _exchange(self, row_sum: Array) -> "Smoothing":
-        """Returns the smoothing with what devices exchange of their own rows, which they do before the first chunk. At
-        the end it would run beside the last matmul in place of the sum of d_input."""
+        """Returns the smoothing with what devices exchange of the rows that each has, before the first chunk. At the
+        end it would run beside the last matmul in place of the sum of d_input."""
         of_rows = (_rows(self.problem) * self.mean_row).sum(1)
         dots = vocab_shard.rows_of_all(self.problem.devices, of_rows[:, None])[:, 0]
         x, dots, row_sum = lax.optimization_barrier((self.problem.input, dots, row_sum))

@@ -252,9 +252,11 @@ def check_float16_gathered_head(rank: int, ranks: int) -> None:
     arrays, mesh, scale = drawn(), init_device_mesh("cpu", (ranks,)), 2.0**24
     names, target = ("input", "linear_weight"), distribute_tensor(arrays["target"], mesh, [Shard(0)])
     exact = [arrays[name].clone().requires_grad_() for name in names]
-    expected = torch.autograd.grad(mean(*exact, arrays["target"], reduction="sum"), exact)
+    whole = mean(exact[0], exact[1], arrays["target"], reduction="sum")
+    expected = torch.autograd.grad(whole, exact)
     given = [distribute_tensor(arrays[name].half(), mesh, [Shard(0)]).requires_grad_() for name in names]
-    found: Any = torch.autograd.grad(mean(*given, target, normalizer=scale, gather="head") * scale, given)
+    loss = mean(given[0], given[1], target, normalizer=scale, gather="head")
+    found: Any = torch.autograd.grad(loss * scale, given)
     for one, want in zip(found, expected, strict=True):
         torch.testing.assert_close(one.full_tensor().float(), want, rtol=2e-3, atol=2e-3 * float(want.abs().max()))
 
