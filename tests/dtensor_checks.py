@@ -1,6 +1,7 @@
 """Checks of calls on DTensors, which `torch_ranks.py` runs on all of its ranks."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,6 +42,17 @@ def drawn() -> Arrays:
 DIFFERENTIATED = ("input", "linear_weight", "linear_bias")
 OF_TOKENS = ("input", "target", "token_weight")
 UPSTREAM = torch.linspace(-1, 1, TOKENS)
+
+
+@cache
+def mesh_of(ranks: int, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (ranks,))
+
+
+@cache
+def grid_of(ranks: int) -> DeviceMesh:
+    """Returns a mesh of two dimensions. It is made once, because it makes process groups."""
+    return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
 
 
 def loss_and_gradients(function: Callable[..., Any], arrays: Arrays, upstream: Tensor | None) -> list[Tensor]:
@@ -111,10 +123,10 @@ def distributed(
 
 def check_placements(rank: int, ranks: int) -> None:
     """Every placement gives the loss and the gradients of one process."""
-    arrays, one = drawn(), init_device_mesh("cpu", (ranks,))
+    arrays, one = drawn(), mesh_of(ranks)
     meshes = [(one, *placements) for placements in ONE]
     if ranks > 2:
-        meshes += [(init_device_mesh("cpu", (2, ranks // 2)), *placements) for placements in TWO]
+        meshes += [(grid_of(ranks), *placements) for placements in TWO]
     for function, by_token in FUNCTIONS:
         leaves = {name: one.clone().requires_grad_(name in DIFFERENTIATED) for name, one in arrays.items()}
         expected = loss_and_gradients(function, leaves, UPSTREAM if by_token else None)
@@ -167,7 +179,7 @@ def token_loss_with_stats(input: Tensor, linear_weight: Tensor, target: Tensor, 
 
 def check_dtensor_statistics(rank: int, ranks: int) -> None:
     """Statistics by token are those of a rank's tokens, and numbers those of all tokens."""
-    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    arrays, mesh = drawn(), mesh_of(ranks)
     forms: list[tuple[DeviceMesh, list[Placement], list[Placement], str | None]] = [
         (mesh, [Replicate()], [Shard(0)], None),
         (mesh, [Shard(0)], [Replicate()], None),
@@ -175,7 +187,7 @@ def check_dtensor_statistics(rank: int, ranks: int) -> None:
         (mesh, [Shard(0)], [Shard(0)], "head"),
     ]
     if ranks > 2:
-        grid = init_device_mesh("cpu", (2, ranks // 2))
+        grid = grid_of(ranks)
         forms.append((grid, [Shard(0), Shard(0)], [Replicate(), Shard(0)], None))
     for function, reduction in (
         (with_stats, "mean"),
@@ -205,7 +217,7 @@ def check_dtensor_statistics(rank: int, ranks: int) -> None:
 def check_many_dimensions(rank: int, ranks: int) -> None:
     """Tokens on both dimensions of a mesh, and on the ranks of a group besides, with statistics and a padded head whose
     rows the ranks do not divide."""
-    arrays, mesh = drawn(), init_device_mesh("cpu", (2, ranks // 2))
+    arrays, mesh = drawn(), grid_of(ranks)
     arrays["target"].clamp_(max=CLASSES - 3)
     own = [dist.new_group([one]) for one in range(ranks)][rank]
     options: dict[str, Any] = {"weight": torch.linspace(0.5, 1.5, CLASSES), "z_loss_weight": 0.1}
@@ -234,7 +246,7 @@ def check_many_dimensions(rank: int, ranks: int) -> None:
 def check_uneven_axis(rank: int, ranks: int) -> None:
     """Ranks with different numbers of tokens on the second axis of input, some with none: the gradient has the
     placements of input. Targets cannot be ignore_index, and the tokens that gathered ranks lack are ignored."""
-    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    arrays, mesh = drawn(), mesh_of(ranks)
     x, target = arrays["input"].reshape(9, 5, HIDDEN), arrays["target"].reshape(9, 5).clamp(min=0).to(torch.uint8)
     leaves = {"input": x.clone().requires_grad_(), "linear_weight": arrays["linear_weight"].clone().requires_grad_()}
     expected = torch.autograd.grad(mean(**leaves, target=target), list(leaves.values()))
@@ -249,21 +261,19 @@ def check_uneven_axis(rank: int, ranks: int) -> None:
 
 def check_float16_gathered_head(rank: int, ranks: int) -> None:
     """The upstream gradient, as of a gradient scaler, is that without which float16 would round the gradients to 0."""
-    arrays, mesh, scale = drawn(), init_device_mesh("cpu", (ranks,)), 2.0**24
+    arrays, mesh, scale = drawn(), mesh_of(ranks), 2.0**24
     names, target = ("input", "linear_weight"), distribute_tensor(arrays["target"], mesh, [Shard(0)])
-    exact = [arrays[name].clone().requires_grad_() for name in names]
-    whole = mean(exact[0], exact[1], arrays["target"], reduction="sum")
-    expected = torch.autograd.grad(whole, exact)
-    given = [distribute_tensor(arrays[name].half(), mesh, [Shard(0)]).requires_grad_() for name in names]
-    loss = mean(given[0], given[1], target, normalizer=scale, gather="head")
-    found: Any = torch.autograd.grad(loss * scale, given)
+    exact: Any = [arrays[name].clone().requires_grad_() for name in names]
+    expected = torch.autograd.grad(mean(exact[0], exact[1], arrays["target"], reduction="sum"), exact)
+    given: Any = [distribute_tensor(arrays[name].half(), mesh, [Shard(0)]).requires_grad_() for name in names]
+    found: Any = torch.autograd.grad(mean(given[0], given[1], target, normalizer=scale, gather="head") * scale, given)
     for one, want in zip(found, expected, strict=True):
         torch.testing.assert_close(one.full_tensor().float(), want, rtol=2e-3, atol=2e-3 * float(want.abs().max()))
 
 
 def check_data_parallel(rank: int, ranks: int) -> None:
     """DTensors on a dimension of the mesh, and ranks of another one that have other tokens: token_group."""
-    arrays, grid = drawn(), init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+    arrays, grid = drawn(), grid_of(ranks)
     data, mesh = grid["data"].get_group(), grid["tensor"]
     leaves = [arrays[name].clone().requires_grad_() for name in ("input", "linear_weight")]
     exact = mean(leaves[0], leaves[1], arrays["target"])
@@ -282,7 +292,7 @@ def check_data_parallel(rank: int, ranks: int) -> None:
 
 def check_fsdp2_parameter(rank: int, ranks: int) -> None:
     """The function on a parameter of FSDP2, outside of the forward pass of its module."""
-    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    arrays, mesh = drawn(), mesh_of(ranks)
     x, w = (arrays[name].clone().requires_grad_() for name in ("input", "linear_weight"))
     expected = torch.autograd.grad(core_triton.linear_cross_entropy(x, w, arrays["target"]), (x, w))
     head = torch.nn.Linear(HIDDEN, CLASSES, bias=False)
@@ -303,7 +313,7 @@ def check_hsdp_parameter(rank: int, ranks: int) -> None:
     """The function on a parameter of FSDP2 that the ranks of the first dimension have copies of, or all ranks."""
     arrays = drawn()
     x, target = arrays["input"][: TOKENS // ranks * ranks], arrays["target"][: TOKENS // ranks * ranks]
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
+    mesh = grid_of(ranks)
     w, b = (arrays[name].clone().requires_grad_() for name in ("linear_weight", "linear_bias"))
     expected = torch.autograd.grad(mean(x, w, target, linear_bias=b), (w, b))
     head = torch.nn.Linear(HIDDEN, CLASSES)
@@ -321,7 +331,7 @@ def check_hsdp_parameter(rank: int, ranks: int) -> None:
 
 def check_vocab_parallel(rank: int, ranks: int) -> None:
     """`parallelize_module`, with the same tokens on all ranks, and with a part of them on each."""
-    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    arrays, mesh = drawn(), mesh_of(ranks)
     tokens = TOKENS // ranks * ranks
     x, target = arrays["input"][:tokens], arrays["target"][:tokens]
     for layout, own in (
@@ -348,7 +358,7 @@ def check_vocab_parallel(rank: int, ranks: int) -> None:
 def check_vocab_parallel_and_fsdp2(rank: int, ranks: int) -> None:
     """A module whose classes are divided on one dimension, and its parameters with FSDP2 on another, whose ranks have
     different tokens."""
-    arrays, mesh = drawn(), init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+    arrays, mesh = drawn(), grid_of(ranks)
     x, target = arrays["input"][:44], arrays["target"][:44]
     w, b = (arrays[name].clone().requires_grad_() for name in ("linear_weight", "linear_bias"))
     loss = mean(x, w, target, linear_bias=b)
@@ -377,7 +387,7 @@ def check_compiled(rank: int, ranks: int) -> None:
     """torch.compile runs a call with DTensors between two graphs. fullgraph=True is an error that says so."""
     from torch._dynamo.exc import Unsupported  # takes two seconds
 
-    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    arrays, mesh = drawn(), mesh_of(ranks)
     w = distribute_tensor(arrays["linear_weight"], mesh, [Shard(0)]).requires_grad_()
     x, target = (distribute_tensor(arrays[name], mesh, [Replicate()]) for name in ("input", "target"))
 
@@ -395,7 +405,7 @@ def check_compiled(rank: int, ranks: int) -> None:
 
 
 def check_dtensor_errors(rank: int, ranks: int) -> None:
-    arrays, mesh = drawn(), init_device_mesh("cpu", (ranks,))
+    arrays, mesh = drawn(), mesh_of(ranks)
     x, w, target = (arrays[name] for name in ("input", "linear_weight", "target"))
     loss: Any = core_triton.linear_cross_entropy
 

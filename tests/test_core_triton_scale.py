@@ -32,7 +32,7 @@ def requests(form: str) -> list[str]:
 
 def programs() -> dict[str, tuple[Command, bool]]:
     """Returns, for each request, the program that runs it, and whether it is quick."""
-    steps = dict(zip(FORMS, (9, 13, 13), strict=True)) | dict.fromkeys(PLACEMENTS, 53)
+    steps = dict(zip(FORMS, (9, 13, 13), strict=True)) | dict.fromkeys(PLACEMENTS, 79)
     # Each form of DTensors begins elsewhere, so that they run other cases.
     quick = [
         request for at, form in enumerate(steps) for request in requests(form)[max(0, 7 * (at - 3)) :: steps[form]]

@@ -29,14 +29,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 if sys.argv[2:3] == ["triton"]:
     import interpret_loss  # before core_triton: the kernels run in Triton's interpreter
 
     interpret_loss.prepare_process()
-from dtensor_checks import DTENSOR_CHECKS
+from dtensor_checks import DTENSOR_CHECKS, mesh_of
 from gathered_checks import GATHERED_CHECKS
 
 import core_triton
@@ -126,7 +125,7 @@ def run_dtensors(
     """Returns the outputs of a case on DTensors, whole."""
     of_tokens, of_head, gather = PLACEMENTS[form]
     device = "cuda" if implementation == "gpu" else "cpu"
-    dtypes, mesh, tensors = dtype_names(case, arrays), init_device_mesh(device, (ranks,)), dict[str, Tensor]()
+    dtypes, mesh, tensors = dtype_names(case, arrays), mesh_of(ranks, device), dict[str, Tensor]()
     for name, value in arrays.items():
         made, placement = torch.tensor(value, dtype=getattr(torch, dtypes[name]), device=device), Replicate()
         if name in (*OF_TOKENS, *case.per_token) or (name == "d_loss" and made.ndim):
