@@ -333,6 +333,11 @@ def check_invariant() -> None:
     total = jax.shard_map(lambda part: vocab_shard.ordered_sum(devices, part[0])[None], mesh=mesh, **specs)
     for found in np.asarray(jax.jit(total)(parts)):
         assert np.array_equal(found, ((parts[0] + parts[1]) + parts[2]) + parts[3])
+    parts = np.concatenate([parts, parts[:, :1]], 1)  # as many rows on each device
+    dividing = devices._replace(gather="tokens", gather_axes=("vocab",))
+    own = partial(vocab_shard.own_sum_of_d_input, dividing, ordered=True)
+    found = jax.jit(jax.shard_map(lambda part: own(part[0]), mesh=mesh, **specs))(parts)
+    assert np.array_equal(found, ((parts[0] + parts[1]) + parts[2]) + parts[3])
 
 
 def check_bits_of_smoothing() -> None:
