@@ -68,20 +68,21 @@ def place(problem: Problem, rows: CallRows, x: Array) -> CallRows:
     """Returns the rows of the call x (N, D) with reference exponents from estimates of the lse: (48), and with the
     largest magnitude in each.
 
-    The sample has the classes of a class block, at equal distances. The logits of its classes are a small matmul.
+    The sample has the classes of a class block, at equal distances. The logits of its classes are a small matmul. Of a
+    shard of the vocabulary, whose `rows` have the targets' exponents of all shards, the estimate is that of the shard's
+    classes and the target: `shard_rows.merge` takes exponents that differ between devices.
     """
-    classes, spec, plan, call = problem.classes, problem.spec, plan_of(problem), Slice(0, problem.tokens, None)
+    spec, plan, call = problem.spec, plan_of(problem), Slice(0, problem.tokens, None)
     of_kernels = kernels
     if plan.hopper:
         from jax_pallas import hopper_logits as of_kernels
     assert plan.tile is not None
-    size = min(classes, plan.tile.block_v)
-    sampled, bias = slice(0, classes // size * size, classes // size), problem.linear_bias
-    w = problem.linear_weight[sampled] if problem.vocab_axis == 0 else problem.linear_weight[:, sampled].T
+    size = min(problem.classes, plan.tile.block_v)
+    w, bias, share = _sample(problem, size)
     top, total, *_ = of_kernels.statistics(
         x,
         w,
-        None if bias is None else bias[sampled].astype(jnp.float32),
+        None if bias is None else bias.astype(jnp.float32),
         None,
         0,
         0,
@@ -97,15 +98,29 @@ def place(problem: Problem, rows: CallRows, x: Array) -> CallRows:
     assert top is not None
     assert total is not None
     target = call.of(rows.ref_exponent)  # of the target's logit, so far
-    top, total = top[0], total[0]
     top = jnp.where(jnp.abs(top) < jnp.inf, top * LOG2_E, -jnp.inf)
     shift = jnp.maximum(top, target)
-    others = 1.0 + classes / size * (total - 1.0)
+    others = 1.0 + share * (total - 1.0)
     sample = jnp.where(top > -jnp.inf, jnp.exp2(top - shift) * others, 0.0)
     lse = shift + jnp.log2(jnp.exp2(target - shift) + sample)
     placed = jnp.where(call.of(rows.row_weight) != 0, jnp.floor(lse + 0.5) - PLACE, target)
     largest_x = jnp.abs(x).max(1).astype(jnp.float32)
     return rows._replace(ref_exponent=call.put(rows.ref_exponent, placed), largest_x=largest_x)
+
+
+def _sample(problem: Problem, size: int) -> tuple[Array, Array | None, Array | float]:
+    """Returns `size` rows of the head (size, D), at equal distances; their bias (size,); and how many classes each of
+    them stands for. Of fewer classes, which only the device knows, some are there more than once."""
+    w, b, axis, count = problem.linear_weight, problem.linear_bias, problem.vocab_axis, problem.class_count
+    if count is None:
+        step = problem.classes // size
+        sampled = slice(0, step * size, step)
+        w = w[sampled] if axis == 0 else w[:, sampled].T
+        return w, None if b is None else b[sampled], problem.classes / size
+    column = jnp.arange(size) * count // size
+    w = jnp.take(w, column, axis=axis, mode="clip")
+    w = w if axis == 0 else w.T
+    return w, None if b is None else jnp.take(b, column, mode="clip"), count.astype(jnp.float32) / size
 
 
 class Fitted(NamedTuple):

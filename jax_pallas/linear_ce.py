@@ -208,8 +208,8 @@ def linear_cross_entropy(
             as many rows as the others. V is then the number of rows of all shards, vocab_size the number of classes of
             all, and weight has V numbers. All other arrays are the same on the devices of the axis, and so are the
             results and the gradient of input, bit for bit. The gradients of linear_weight and linear_bias are those of
-            the shard. The kernels run bfloat16 without label smoothing, in the three matmuls of one GPU divided by the
-            devices; all else, and gradients of the entropy, run "chunked", in four. saved_budget must be 0. With
+            the shard. The kernels run 16 bits, float16 without label smoothing, in the three matmuls of one GPU divided
+            by the devices; all else, and gradients of the entropy, run "chunked", in four. saved_budget must be 0. With
             batch_invariant the devices add d_input in their order. Names of several axes divide it over all of them,
             the first one into the largest parts. An axis of token_axis_names may be among them: its devices have
             different tokens and different classes, as with FSDP, and `gather` says what they do.

@@ -178,17 +178,34 @@ def smoothing_is_linear(key: PlanKey) -> bool:
 def _why_shards_are_chunked(key: PlanKey) -> str | None:
     """Returns why no kernels run a call in which devices have shards of the vocabulary, a sentence, or None."""
     x, w = key.input, key.linear_weight
-    if x.dtype != "bfloat16":
+    of_smoothing = _why_smoothed_shards_are_chunked(key)
+    if x.dtype == "float32":
         kind = f"with {x.dtype} input"
+    elif x.dtype == "float16" and key.token_parts > 1:
+        kind = f"with {x.dtype} input and tokens that are gathered (gather='tokens')"
     elif w.dtype != x.dtype:
         kind = f"with {w.dtype} linear_weight"
-    elif key.label_smoothing:
-        kind = f"with label_smoothing {key.label_smoothing}"
+    elif of_smoothing is not None:
+        kind = f"with label_smoothing {key.label_smoothing}{of_smoothing}"
     elif key.entropy and key.stage in ("row_gradients", "entropy_loss_and_gradients", "gradients"):
         kind = "for a gradient of the entropy"
     else:
         return None
     return f"the kernels take no shard of the vocabulary (vocab_axis_name) {kind}"
+
+
+def _why_smoothed_shards_are_chunked(key: PlanKey) -> str | None:
+    """Returns what no kernels run with label smoothing and shards of the vocabulary, the end of a sentence, or None."""
+    if not key.label_smoothing:
+        return None
+    if key.input.dtype != "bfloat16":
+        return f" and {key.input.dtype} input"
+    if smoothing_is_linear(key):
+        return None
+    if key.softcap:
+        return " and softcap"
+    few = f" and fewer than {LEAST_SMOOTHED_CLASSES} classes on a device"
+    return few if key.classes < LEAST_SMOOTHED_CLASSES else f", which is above {MOST_SMOOTHING}"
 
 
 EXCHANGED = 9  # numbers of a row that the devices of a vocabulary exchange, at most

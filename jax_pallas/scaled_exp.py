@@ -242,13 +242,13 @@ def _run(
     else:
         slices, rows = TokenSlices(problem, whole.devices), row_kernels.no_rows_yet(target, row_weight, **options)
         held = lax.empty(problem.input.shape, problem.input.dtype) if needs_grad.d_input else None
-    if plan_of(problem).fits_float16:
-        rows = float16.place(problem, rows, problem.input if held is None else held)
     of_shard = None
     if slices is not None:
         of_shard = ShardRows(whole, whole_target)
     elif shards:
         rows, of_shard = shard_rows.start(rows, whole_target, whole)
+    if plan_of(problem).fits_float16:
+        rows = float16.place(problem, rows, problem.input if held is None else held)
     places = _call_places(problem, target, others + 1)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
@@ -425,7 +425,10 @@ def _chunk(
     e, power = found.e, None
     smooth = None  # the terms of d_input, if they are added before it is rounded
     if smoothing is not None and rows.theta is not None:
-        theta = smoothing.add_to_theta(chunk.of(rows.theta), chunk.of(rows.row_weight))
+        row_weight = chunk.of(rows.row_weight)
+        if of_shard is not None:  # the target's term is the target's device's
+            row_weight = jnp.where(chunk.of(rows.target) >= 0, row_weight, 0.0)
+        theta = smoothing.add_to_theta(chunk.of(rows.theta), row_weight)
         rows = rows._replace(theta=chunk.put(rows.theta, theta))
         if fits:
             smooth = smoothing.of_input(Slice(chunk.start, size, None).of(rows.row_weight))

@@ -147,7 +147,15 @@ def merge(
     joined = Joined(reduce(add, sums), None if tops is None else tops.max(0))
     numbers = ChunkNumbers(
         whole,
-        Exponentials(found.e, sums, tops, *of_targets, **{k: v for k, v in merged.items() if k != "tops"}),
+        Exponentials(
+            found.e,
+            sums,
+            tops,
+            *of_targets,
+            **{k: v for k, v in merged.items() if k != "tops"},
+            shifts=found.shifts,
+            shifts_high=found.shifts_high,
+        ),
         places=None,
         joined=joined,
         repaired=None,

@@ -579,6 +579,8 @@ JAX_SUMS = tests("jax_pallas_sharded", "sums")
 JAX_SHARDED = tests("jax_pallas_sharded", "fsdp or rule")
 JAX_TOKEN_SLICES = tests("jax_pallas_shard_rows", "tokens")
 JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
+JAX_FLOAT16_SHARDS = tests("jax_pallas_shard_rows", "float16")
+JAX_SMOOTHED_SHARDS = tests("jax_pallas_shard_rows", "smoothing")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
     Mutation("core_triton/vocab_shard.py", "d_input.to(shard.dtype)", "d_input", TORCH_RANKS),
@@ -660,6 +662,10 @@ SCALE = (
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
+    Mutation("jax_pallas/shard_rows.py", "shifts=found.shifts,", "shifts=0 * found.sums,", JAX_FLOAT16_SHARDS),
+    Mutation("jax_pallas/scaled_exp.py", "where(chunk.of(rows.target) >= 0,", "where(True,", JAX_SMOOTHED_SHARDS),
+    Mutation("jax_pallas/smoothing.py", "vocab_shard.all_sum(devices, ", "(", JAX_SMOOTHED_SHARDS),
+    Mutation("jax_pallas/smoothing.py", "(devices.token_parts / devices.shards)", "0.5", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
     Mutation(
         "jax_pallas/vocab_shard.py",
@@ -689,8 +695,8 @@ SCALE = (
     Mutation("jax_pallas/token_slices.py", "jnp.where(piece.fresh, row_weight, 0.0)", "row_weight", JAX_TOKEN_SLICES),
     Mutation(
         "jax_pallas/vocab_shard.py",
-        "all_sum(devices, d_input.astype(devices.reduce_dtype))",
-        "all_sum(devices, d_input)",
+        "sums(devices, d_input.astype(devices.reduce_dtype))",
+        "sums(devices, d_input)",
         JAX_SHARDS,
     ),
     Mutation(
@@ -1360,7 +1366,9 @@ FLOAT16 = (
     ),
     Mutation("jax_pallas/float16.py", "load(largest_x_ref, at,", "load(largest_x_ref, row,", JAX_FITS),
     Mutation("jax_pallas/float16.py", "again | (rho == 0)", "rho == 0", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "(jnp.abs(top) < jnp.inf, top *", "(jnp.abs(top) < jnp.inf, top[0] *", JAX_FITS),
     Mutation("jax_pallas/float16.py", "jnp.exp2(own.astype(jnp.float32) - shift)", "jnp.exp2(-shift)", JAX_FITS),
+    Mutation("jax_pallas/float16.py", "jnp.arange(size) * count // size", "jnp.arange(size)", JAX_FITS),
     Mutation("jax_pallas/float16.py", "piece < IN_A_NUMBER", "piece <= IN_A_NUMBER", JAX_FITS),
     Mutation("jax_pallas/float16.py", "(start + row, within)", "(row, within)", JAX_FITS),
     Mutation("jax_pallas/float16.py", "end = low_ref.shape[0] * pieces.block", "end = piece_end", JAX_FITS),

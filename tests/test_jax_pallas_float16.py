@@ -12,7 +12,7 @@ from test_jax_pallas_first_chunk import stored
 
 from jax_pallas import float16, row_kernels
 from jax_pallas.hopper_common import PIECE, PIECES
-from jax_pallas.problem import NeedsGrad, Problem
+from jax_pallas.problem import NeedsGrad, Problem, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials
 from jax_pallas.slicing import Slice
 from jax_pallas.smoothing import Smoothing
@@ -29,6 +29,41 @@ def test_a_class_block_has_two_numbers_of_shifts() -> None:
 )
 def test_shifted_sums_are_below_2_to_the_15(total: float, shift: int) -> None:
     assert row_kernels.shift_of(jnp.float32(total)) == shift
+
+
+@pytest.mark.parametrize(("axis", "count"), [(0, None), (1, None), (1, 300), (0, 40)])
+def test_each_row_is_placed_by_an_estimate_of_its_own_lse(axis: int, count: int | None) -> None:
+    """The lse of the rows is between 7 and 70, and of one row the target has all of it. With a count the other rows of
+    the head are no classes."""
+    n, d, v = 24, 64, 512
+    random = np.random.default_rng(0)
+    x, w = random.standard_normal((n, d)) * np.linspace(0.1, 3.0, n)[:, None], random.standard_normal((v, d))
+    x, w, bias = x.astype(np.float16), w.astype(np.float16), random.standard_normal(v).astype(np.float16)
+    target, row_weight = jnp.full(n, 3, jnp.int32), jnp.ones(n).at[2].set(0)
+    arrays = jnp.asarray(x).at[2].set(jnp.nan), jnp.asarray(w if axis == 0 else w.T), jnp.asarray(bias)
+    ours = Problem(*arrays, target, row_weight, None, LossSpec(logit_scale=0.5), v, vocab_axis=axis)
+    ours = planned(ours, "loss_and_gradients", "pallas_triton", NeedsGrad(True, True, True))
+    tile = plan_of(ours).tile
+    assert tile is not None
+    share, sample = v / tile.block_v, np.arange(0, v, v // tile.block_v)
+    if count is not None:
+        ours = replace(ours, class_count=jnp.int32(count))
+        share, sample = count / tile.block_v, np.arange(tile.block_v) * count // tile.block_v
+        w[count:], bias[count:] = np.nan, np.nan
+        ours = replace(ours, linear_weight=jnp.asarray(w if axis == 0 else w.T), linear_bias=jnp.asarray(bias))
+    sampled = 0.5 * (x.astype(np.float64) @ w[sample].T.astype(np.float64) + bias[sample].astype(np.float64))
+    exponents = np.append(random.integers(-20, 5, n - 1), 200).astype(np.float32)
+    rows = CallRows(*[jnp.zeros(n)] * 10)._replace(ref_exponent=jnp.asarray(exponents), row_weight=row_weight)
+    found = float16.place(ours, rows, ours.input)
+    top = sampled.max(1)
+    others = np.exp(top) * (1 + share * (np.exp(sampled - top[:, None]).sum(1) - 1))
+    wanted = np.floor(np.log2(np.exp2(exponents, dtype=np.float64) + others) + 0.5) - float16.PLACE
+    wanted[2] = exponents[2]
+    assert len({*wanted.tolist()}) > n // 2
+    assert np.abs(found.ref_exponent - wanted).max() <= 1
+    assert (found.ref_exponent == wanted).sum() >= n - 1  # one may be at the border of two exponents
+    assert found.largest_x is not None
+    np.testing.assert_array_equal(np.delete(found.largest_x, 2), np.abs(np.delete(x, 2, 0)).max(1).astype(np.float32))
 
 
 @pytest.mark.parametrize(

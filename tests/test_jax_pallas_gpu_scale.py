@@ -28,7 +28,7 @@ def of_gpu(case: Case) -> Case:
     """Returns a case with 8 times the rows and classes, and twice the hidden size."""
     vocab_size = case.spec.vocab_size
     spec = replace(case.spec, vocab_size=vocab_size and 8 * vocab_size - 1)
-    return replace(case, lead=(8 * 96 - 5,), hidden=64, vocab=8 * 256, spec=spec)
+    return replace(case, lead=(8 * 96 - 5,), hidden=64, vocab=8 * case.vocab, spec=spec)
 
 
 def check(case: Case) -> None:
@@ -40,7 +40,11 @@ def check(case: Case) -> None:
     assert_within_budget(case, arrays, found)
 
 
-CHECKS = {case.name: partial(check, case) for case in CASES}
+OF_OTHERS = ("float16, ", "smoothing")  # of these, fewer cases
+ON_GPUS = ("float16, padded", "float16, token loss", "float16, far logits", "smoothing", "smoothing, padded")
+CHECKS = {
+    case.name: partial(check, case) for case in CASES if case.name in ON_GPUS or not case.name.startswith(OF_OTHERS)
+}
 COMMANDS = {name: python(Path(__file__).name, name) for name in CHECKS}
 
 

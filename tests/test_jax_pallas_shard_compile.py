@@ -29,11 +29,17 @@ from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 HERE = Path(__file__).parent
 MATMULS = ("exponentials", "d_input_sums", "d_weight")
+LOSSES = ("train", "padded", "float16", "float16 padded", "smoothing", "smoothing padded")
+
+
+def dtype_of(mode: str) -> Any:
+    return jnp.float16 if "float16" in mode else jnp.bfloat16
 
 
 def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
     """Compiles a call with gradients for so many GPUs. v: rows of one GPU; some of the last are no classes if the mode
-    is "padded". If it is "tokens", the GPUs divide the tokens too, and gather them."""
+    contains "padded". With "tokens" the GPUs divide the tokens too, and gather them. With "float16" the arrays
+    have this dtype, and with "smoothing" the call has label smoothing."""
     target = (HERE / "targets/h200.pbtxt").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
     mesh = topologies.make_mesh(topology, (shards,), ("vocab",))
@@ -45,11 +51,12 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
 
     def call(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
         def loss(x: jax.Array, w: jax.Array) -> Any:
-            if mode == "tokens":
-                return linear_cross_entropy(x, w, y, **options, gather="tokens")
-            if mode in ("train", "padded"):
-                classes = shards * v - 47 if mode == "padded" else None
-                return linear_cross_entropy(x, w, y, **options, vocab_size=classes)
+            smoothing = 0.1 if "smoothing" in mode else 0.0
+            if "tokens" in mode:
+                return linear_cross_entropy(x, w, y, **options, gather="tokens", label_smoothing=smoothing)
+            if mode in LOSSES:
+                classes = shards * v - 47 if "padded" in mode else None
+                return linear_cross_entropy(x, w, y, **options, vocab_size=classes, label_smoothing=smoothing)
             if mode == "log_probs":
                 return linear_log_probs(x, w, y, **options).log_prob.sum()
             rows = y.astype(jnp.float32)
@@ -57,8 +64,9 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
 
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
-    rows = P("vocab") if mode == "tokens" else P()
-    arrays = shape((n, d), jnp.bfloat16, rows), shape(sizes, jnp.bfloat16, head), shape((n,), jnp.int32, rows)
+    rows = P("vocab") if "tokens" in mode else P()
+    dtype = dtype_of(mode)
+    arrays = shape((n, d), dtype, rows), shape(sizes, dtype, head), shape((n,), jnp.int32, rows)
     with jax.set_mesh(mesh):
         body = jax.shard_map(call, mesh=mesh, in_specs=(rows, head, rows), out_specs=(P(), (rows, head)))
         return jax.jit(body).lower(*arrays).compile()
@@ -128,7 +136,7 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
     d, rows = shape[0], shape[1] // shards
     program = {"mode": mode, "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
     [found] = compile_all([program], kept)
-    arrays: Any = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((n, d), (rows, d)[:: 1 - 2 * vocab_axis])]
+    arrays: Any = [jax.ShapeDtypeStruct(size, dtype_of(mode)) for size in ((n, d), (rows, d)[:: 1 - 2 * vocab_axis])]
     plan = explain(*arrays, vocab_axis=vocab_axis, device="h200", vocab_axis_name="vocab").plan
     assert plan.path == "scaled_exp"
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
@@ -145,13 +153,15 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
     passes = 1 + (mode == "log_probs")
     assert len(started) <= passes + 2 * chunks
     assert not [name for name in started if re.search(rf"\b{rows}\b|\b{shape[1]}\b", name)]  # of logits or the head
-    # Each sum of d_input runs beside the matmul of d_weight of the same chunk.
+    # Each sum of d_input runs beside the matmul of d_weight of the same chunk. The last one of float16 may run beside
+    # the operations after it, which multiply all of d_weight by a power of two.
     sums = [index for index, name in enumerate(names) if re.match(rf"all-reduce-start .*f32\[\d+,{d}\]", name)]
     assert len(sums) == chunks
     for index in sums:
         done = next(i for i in range(index, len(names)) if names[i].startswith("all-reduce-done"))
         beside = names[index:done]
-        assert "d_weight" in beside
+        after = {"target_rows_kernel"} if "float16" in mode and index == sums[-1] else set()
+        assert ({"d_weight"} | after) & {*beside}
         assert waits(beside)
         assert "{0,1}" not in names[index]  # row by row, or the operations before and after it are slow
     if mode == "token_stats":  # the kernel of the logits spills with all statistics, of one GPU too
@@ -161,16 +171,22 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shards", "n", "shape", "vocab_axis"),
-    [(8, 65536, LLAMA, 0), (8, 32768, LLAMA, 0), (2, 16384, GEMMA, 1), (2, 16384, QWEN, 0)],  # the first has a loop
+    ("mode", "shards", "n", "shape", "vocab_axis"),
+    [
+        ("tokens", 8, 65536, LLAMA, 0),  # a loop over chunks
+        ("tokens", 8, 32768, LLAMA, 0),
+        ("tokens", 2, 16384, GEMMA, 1),
+        ("tokens", 2, 16384, QWEN, 0),
+        ("tokens smoothing", 8, 32768, LLAMA, 0),
+    ],
 )
 def test_tokens_are_gathered_beside_the_chunk_before(
-    shards: int, n: int, shape: tuple[int, int], vocab_axis: int, tmp_path: Path
+    mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: int, tmp_path: Path
 ) -> None:
     """The rows of the input of a chunk arrive beside the matmul of the logits of the one before, and d_input is summed
     beside the matmul of d_weight. No device has the rows of d_input of all tokens, or, in a long call, of the input."""
     d, rows = shape[0], shape[1] // shards
-    program = {"mode": "tokens", "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
+    program = {"mode": mode, "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
     [found] = compile_all([program], tmp_path)
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
     names = found["operations"]
@@ -189,7 +205,11 @@ def test_tokens_are_gathered_beside_the_chunk_before(
         assert all(waits(span) for span in spans)
         return [{*MATMULS} & {*span} for span in spans]
 
-    assert beside("reduce-scatter", "reduce-scatter-done") == [{"d_weight"}] * chunks
+    sums = beside("reduce-scatter", "reduce-scatter-done")
+    # The last one may run beside the terms of label smoothing, which are added to all of d_weight.
+    last = [{"d_weight"}, set()] if "smoothing" in mode else [{"d_weight"}]
+    assert sums[:-1] == [{"d_weight"}] * (chunks - 1)
+    assert sums[-1] in last
     gathers = [one for one in beside("all-gather", "all-gather-done") if one]
     # Nothing runs beside the first one, beside the second perhaps where chunks are small, and beside those at the end.
     assert gathers == [{"exponentials"}] * len(gathers)
@@ -208,6 +228,12 @@ def test_tokens_are_gathered_beside_the_chunk_before(
         ("train", 8, 131072, LLAMA, 0),  # a loop over chunks
         ("padded", 2, 8192, LLAMA, 0),
         ("padded", 8, 8192, GEMMA, 1),
+        ("float16", 8, 8192, LLAMA, 0),
+        ("float16", 2, 8192, QWEN, 0),
+        ("float16 padded", 2, 8192, LLAMA, 0),
+        ("float16 padded", 8, 8192, GEMMA, 1),
+        ("smoothing", 2, 8192, LLAMA, 0),
+        ("smoothing padded", 8, 8192, GEMMA, 1),
         ("token_stats", 2, 8192, QWEN, 0),
         ("log_probs", 8, 8192, LLAMA, 0),
     ],

@@ -33,6 +33,7 @@ from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.cases import Case
 
+pytestmark = pytest.mark.timeout(900)  # one process runs all cases
 SHARDS = 2
 KERNELS: dict[str, Any] = {"implementation": "pallas_triton", "vocab_axis_name": "vocab"}
 ROWS: dict[str, Any] = {"lead": (96,), "hidden": 32, "vocab": 256, "dtype": "bfloat16", "has_bias": True}
@@ -60,7 +61,53 @@ CASES = (
     replace(Case(name="padded, out of range", **PADDED, spec=LossSpec("none", vocab_size=100)), poison=TARGETS),
     replace(Case(name="out of range", **ROWS, spec=LossSpec("none")), poison=TARGETS),
 )
-QUICK = ("class weights", "token loss", "padded", "bits", "invariant", "confident", "errors")
+IN_FLOAT16 = ("class weights", "token loss", "softcap, none", "far logits", "log-probabilities", "no token")
+IN_FLOAT16 += ("frozen head", "padded, log-probabilities", "padded, token loss", "out of range")
+CASES += tuple(
+    replace(case, name=f"float16, {case.name}", dtype="float16") for case in CASES if case.name in IN_FLOAT16
+)
+# 256 classes on a device. For less there is no smoothing, and float16 estimates the lse of a row from all of them. Some
+# rows of large logits are shifted, and some computed again.
+MORE: dict[str, Any] = {"vocab": 512}
+SHIFTED: dict[str, Any] = PADDED | MORE | {"dtype": "float16", "logit_std": 40.0}
+CASES += (Case(name="float16, padded", **SHIFTED, spec=LossSpec(vocab_size=401)),)
+CASES += (
+    Case(
+        name="smoothing",
+        **ROWS | MORE,
+        has_class_weight=True,
+        token_weight="signed",
+        spec=LossSpec("sum", label_smoothing=0.1),
+    ),
+    Case(
+        name="smoothing, none",
+        **ROWS | MORE,
+        spec=LossSpec("none", label_smoothing=0.2, logit_scale=0.7, z_loss_weight=0.01),
+        upstream="random",
+        vocab_axis=1,
+    ),
+    Case(
+        name="smoothing, padded",
+        **PADDED | MORE,
+        spec=LossSpec(label_smoothing=0.3, vocab_size=401),
+    ),
+    Case(
+        name="smoothing, padded, class weights",
+        **PADDED | MORE,
+        has_class_weight=True,
+        spec=LossSpec(label_smoothing=0.1, vocab_size=401),
+        logit_std=40.0,
+    ),
+    # The last shard has no class.
+    Case(name="smoothing, one shard", **PADDED | MORE, spec=LossSpec(label_smoothing=0.1, vocab_size=256)),
+    Case(
+        name="smoothing, frozen head",
+        **ROWS | MORE,
+        frozen=("linear_weight", "linear_bias"),
+        spec=LossSpec("none", label_smoothing=0.1),
+    ),
+)
+QUICK = ("class weights", "token loss", "padded", "float16, padded", "bits", "invariant", "confident", "errors")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
 SIZES: dict[str, Any] = {"lead": (114,), "hidden": 64}
@@ -78,7 +125,24 @@ TOKEN_CASES = (
     Case(name="padded", **TOKENS_PADDED, spec=LossSpec(vocab_size=201), logit_std=8.0, with_stats=True),
     replace(Case(name="out of range", **TOKENS, spec=LossSpec("none")), poison=TARGETS),
 )
-QUICK_TOKENS = ("tokens, token loss", "tokens, exchange")
+MOST: dict[str, Any] = TOKENS | {"vocab": 1024}  # 256 on each of four
+TOKEN_CASES += (
+    Case(  # with less smoothing, an error of its terms would be within the budget of d_weight
+        name="smoothing",
+        **TOKENS | MORE,
+        has_class_weight=True,
+        token_weight="signed",
+        spec=LossSpec("sum", label_smoothing=0.3),
+    ),
+    Case(
+        name="smoothing, none",
+        **MOST,
+        spec=LossSpec("none", label_smoothing=0.2),
+        upstream="random",
+    ),
+    Case(name="smoothing, padded", **TOKENS_PADDED | MORE, spec=LossSpec("sum", label_smoothing=0.3, vocab_size=401)),
+)
+QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange")
 
 
 def budget_of(case: Case) -> int:
@@ -89,13 +153,15 @@ def budget_of(case: Case) -> int:
     )
     arrays: Any = x, head
     options: dict[str, Any] = KERNELS | {"vocab_axis": case.vocab_axis, "softcap": case.spec.softcap}
-    budget = (
-        least_budget(lambda one: explain(*arrays, **options, memory_budget=one)) + 2**15
-    )  # statistics, and numbers of the tokens
-    plan = explain(*arrays, **options, memory_budget=budget).plan
-    assert plan.path == "scaled_exp"
-    assert case.n == 3 * plan.chunks.rows
-    return budget
+    options["label_smoothing"] = case.spec.label_smoothing
+
+    def planned(budget: int) -> Any:
+        return explain(*arrays, **options, memory_budget=budget).plan
+
+    least = least_budget(planned)
+    assert planned(least).path == "scaled_exp"
+    # The largest, because statistics and numbers of the tokens take more than `explain` knows.
+    return max(one for one in range(least, 4 * least, 2**12) if case.n == 3 * planned(one).chunks.rows)
 
 
 def check_case(case: Case) -> None:
@@ -134,7 +200,7 @@ def budget_of_tokens(case: Case, **axes: int) -> int:
         ),
         vocab_axis=case.vocab_axis,
         classes=classes,
-        label_smoothing=0.0,
+        label_smoothing=case.spec.label_smoothing,
         softcap=case.spec.softcap is not None,
         entropy=False,
         d_input=True,
@@ -182,22 +248,27 @@ def check_exchange_of_tokens() -> None:
     ]
 
 
-def given_arrays() -> tuple[Any, ...]:
+def given_arrays(dtype: Any = jnp.bfloat16, classes: int = 256) -> tuple[Any, ...]:
     random = np.random.default_rng(0)
-    x, w = random.standard_normal((96, 32)), random.standard_normal((256, 32)) / 3
-    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), jnp.asarray(random.integers(0, 256, 96))
+    x, w = random.standard_normal((96, 32)), random.standard_normal((classes, 32)) / 3
+    return jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(random.integers(0, classes, 96))
 
 
 def of_shards(body: Callable[..., Any], out: Any) -> Any:
     return jax.jit(jax.shard_map(body, mesh=mesh_of(vocab=SHARDS), in_specs=(P(), P("vocab"), P()), out_specs=out))
 
 
-def check_bits() -> None:
+def as_varying(results: Any) -> Any:
+    """Returns results with an axis for the devices, each of which has its own."""
+    return jax.tree.map(lambda one: jax.lax.pcast(one, ("vocab",), to="varying")[None], results)
+
+
+def check_bits(dtype: Any = jnp.bfloat16) -> None:
     """Both devices have the same results, and a token loss the log-probabilities of `linear_log_probs`, bit for bit.
 
     Of one row the target's logit is far below the others, so its block of rows is computed again on one device.
     """
-    x, w, y = given_arrays()
+    x, w, y = given_arrays(dtype)
     w = w.at[200].mul(40).at[30].mul(-40)
     y = y.at[5].set(30)
 
@@ -207,8 +278,7 @@ def check_bits() -> None:
 
         (value, stats), d_x = jax.value_and_grad(loss, has_aux=True)(x)
         log_prob = linear_log_probs(x, w, y, **KERNELS).log_prob
-        every = value, stats.log_prob, log_prob, d_x.astype(jnp.float32)
-        return jax.tree.map(lambda one: jax.lax.pcast(one, ("vocab",), to="varying")[None], every)
+        return as_varying((value, stats.log_prob, log_prob, d_x.astype(jnp.float32)))
 
     _, stats, log_prob, _ = found = of_shards(body, P("vocab"))(x, w, y)
     for one in found:
@@ -263,12 +333,32 @@ def check_invariant() -> None:
     total = jax.shard_map(lambda part: vocab_shard.ordered_sum(devices, part[0])[None], mesh=mesh, **specs)
     for found in np.asarray(jax.jit(total)(parts)):
         assert np.array_equal(found, ((parts[0] + parts[1]) + parts[2]) + parts[3])
+    parts = np.concatenate([parts, parts[:, :1]], 1)  # as many rows on each device
+    dividing = devices._replace(gather="tokens", gather_axes=("vocab",))
+    own = partial(vocab_shard.own_sum_of_d_input, dividing, ordered=True)
+    found = jax.jit(jax.shard_map(lambda part: own(part[0]), mesh=mesh, **specs))(parts)
+    assert np.array_equal(found, ((parts[0] + parts[1]) + parts[2]) + parts[3])
 
 
-def check_confident() -> None:
+def check_bits_of_smoothing() -> None:
+    x, w, y = given_arrays(classes=512)
+
+    def body(x: Any, w: Any, y: Any) -> Any:
+        def loss(x: Any) -> Any:
+            return linear_cross_entropy(x, w, y, reduction="none", label_smoothing=0.1, **KERNELS)
+
+        values, pull_back = jax.vjp(loss, x)
+        return as_varying((values, pull_back(jnp.ones(len(y)))[0].astype(jnp.float32)))
+
+    for one in of_shards(body, P("vocab"))(x, w, y):
+        assert np.array_equal(one[0], one[1])
+        assert np.isfinite(one).all()
+
+
+def check_confident(dtype: Any = jnp.bfloat16) -> None:
     """Where the target's logit is far above the others, the other device's sums are tiny, which is no reason to compute
     them again, and the loss is exact."""
-    x, w, y = given_arrays()
+    x, w, y = given_arrays(dtype)
     w = w.at[7].set(12 * jnp.sign(x[0]))
     y = jnp.full_like(y, 7)
     x = jnp.tile(x[:1], (96, 1))
@@ -286,14 +376,16 @@ def check_confident() -> None:
     assert leaves_range(total, jnp.asarray([5.0, 0.0, 5.0])).tolist() == [False, True, True]
 
 
-def check_exchange() -> None:
-    """One sum before the first chunk and two for each chunk, none of them of logits or of the head."""
-    x, w, y = given_arrays()
-    grads = jax.value_and_grad(partial(linear_cross_entropy, **KERNELS), (0, 1))
+def check_exchange(dtype: Any = jnp.bfloat16, classes: int = 256, **options: Any) -> None:
+    """One sum before the first chunk and two for each chunk, none of them of logits or of the head. With smoothing one
+    more, of the mean row of the head and the mean bias."""
+    x, w, y = given_arrays(dtype, classes)
+    grads = jax.value_and_grad(partial(linear_cross_entropy, **KERNELS, **options), (0, 1))
     text = of_shards(lambda *arrays: grads(*arrays), (P(), (P(), P("vocab")))).lower(x, w, y).as_text()
     assert not re.search("all_gather|all_to_all|reduce_scatter|collective_permute", text)
     sums = re.findall(r"all_reduce.*?\}\) : \((tensor<\S+>)\)", text, re.DOTALL)
-    assert sorted(sums) == ["tensor<128xf32>", "tensor<4x2x96xf32>", "tensor<96x32xf32>"]
+    of_smoothing = ["tensor<33xf32>"] * bool(options)
+    assert sorted(sums) == ["tensor<128xf32>", *of_smoothing, "tensor<4x2x96xf32>", "tensor<96x32xf32>"]
 
 
 def check_errors() -> None:
@@ -306,11 +398,17 @@ def check_errors() -> None:
     none = "the kernels take no shard of the vocabulary \\(vocab_axis_name\\) with "
     refused(none + "float32 input", x.astype(jnp.float32), w.astype(jnp.float32), y)
     refused(none + "float32 linear_weight", x, w.astype(jnp.float32), y)
-    refused(none + "label_smoothing 0.1", x, w, y, label_smoothing=0.1)
+    few = "label_smoothing 0.1 and fewer than 256 classes on a device"
+    refused(none + few, x, w, y, label_smoothing=0.1)
+    x16, w16, _ = given_arrays(jnp.float16, 512)
+    refused(none + "label_smoothing 0.1 and float16 input", x16, w16, y, label_smoothing=0.1)
+    _, more, _ = given_arrays(classes=512)
+    refused(none + "label_smoothing 0.1 and softcap", x, more, y, label_smoothing=0.1, softcap=30.0)
+    refused(none + "label_smoothing 0.4, which is above 0.3", x, more, y, label_smoothing=0.4)
     h200: dict[str, Any] = {"device": "h200", "vocab_axis_name": "vocab"}
     found = explain(x, w[:128], **h200, label_smoothing=0.1)
     assert (found.name, found.plan.path) == ("chunked", "chunked")
-    assert found.reason == re.sub(r"\\", "", none) + "label_smoothing 0.1"
+    assert found.reason == re.sub(r"\\", "", none) + few
     big: Any = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((16032, 4096), jnp.bfloat16)
     found = explain(*big, **h200)
     assert (found.name, found.plan.path) == ("mosaic", "scaled_exp")
@@ -321,14 +419,19 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{case.name: partial(check_case, case) for case in CASES},
     "bits": check_bits,
     "invariant": check_invariant,
+    "float16, bits": partial(check_bits, jnp.float16),
+    "smoothing, bits": check_bits_of_smoothing,
     "confident": check_confident,
+    "float16, confident": partial(check_confident, jnp.float16),
     "exchange": check_exchange,
+    "float16, exchange": partial(check_exchange, jnp.float16),
+    "smoothing, exchange": partial(check_exchange, classes=512, label_smoothing=0.1),
     "errors": check_errors,
     **{f"tokens, {case.name}": partial(check_tokens, case, fsdp=SHARDS) for case in TOKEN_CASES},
     **{
         f"tokens and classes, {case.name}": partial(check_tokens, case, vocab=2, fsdp=2)
         for case in TOKEN_CASES
-        if case.name in ("token loss", "padded")
+        if case.name in ("token loss", "padded", "smoothing, none")
     },
     "tokens, unrolled": check_unrolled,
     "tokens, exchange": check_exchange_of_tokens,
