@@ -25,15 +25,18 @@ Arrays = dict[str, Tensor]
 
 
 def drawn() -> Arrays:
-    """Returns the arrays of a call. The tokens of the first rank of four, and some others, are ignored."""
+    """Returns the arrays of a call. The tokens of the first rank of four, and some others, are ignored. Every third
+    target of the others has the largest logit."""
     generator = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     target = torch.randint(CLASSES, (TOKENS,), generator=generator)
     target[:13] = target[20] = -100
+    x, w, b = normal(TOKENS, HIDDEN), normal(CLASSES, HIDDEN) / 2, normal(CLASSES)
+    target[21::3] = (x @ w.T + b).argmax(1)[21::3]
     return {
-        "input": normal(TOKENS, HIDDEN),
-        "linear_weight": normal(CLASSES, HIDDEN) / 2,
-        "linear_bias": normal(CLASSES),
+        "input": x,
+        "linear_weight": w,
+        "linear_bias": b,
         "target": target,
         "token_weight": torch.rand(TOKENS, generator=generator),
     }
