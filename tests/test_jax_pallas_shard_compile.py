@@ -162,7 +162,7 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
         beside = names[index:done]
         after = {"target_rows_kernel"} if "float16" in mode and index == sums[-1] else set()
         assert ({"d_weight"} | after) & {*beside}
-        assert waits(beside)
+        assert waits(beside) or after  # XLA may also start that one after the kernel that waits
         assert "{0,1}" not in names[index]  # row by row, or the operations before and after it are slow
     if mode == "token_stats":  # the kernel of the logits spills with all statistics, of one GPU too
         return
