@@ -211,8 +211,9 @@ def linear_cross_entropy(
             rank's tokens, as in FSDP2, which takes the mean of the ranks' gradients.
         sequence_parallel: the ranks of vocab_group have different tokens, as many on each. All ranks return the loss of
             all of these, or for reduction "none" the losses of a rank's tokens. The gradient of input is that of these.
-            The three matmuls for a 16-bit input gather the tokens chunk by chunk, within memory_budget. All
-            other calls gather them at once, (ranks N, D), and so do calls whose memory_budget holds no such chunk.
+            The three matmuls for a 16-bit input gather the tokens chunk by chunk, within memory_budget. All other calls
+            gather them at once, (ranks N, D), and so do calls with batch_invariant or whose memory_budget holds no such
+            chunk.
 
     input, linear_weight, linear_bias, target, token_weight and normalizer may be DTensors of one mesh. On a dimension
     of the mesh where linear_weight is Shard(0) and input Replicate, ranks have the same tokens and different classes,

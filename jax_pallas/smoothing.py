@@ -31,7 +31,7 @@ from jax_pallas.slicing import Slice
 class _Exchanged(NamedTuple):
     """What devices exchange of the rows of the input that each has, float32."""
 
-    dots: Array  # (N,), the dot product of each row of the input and the mean row of the head
+    dots: Array  # (N,), the sum of each row of the input times the mean row of the head
     row_sum: Array  # (D,), the sum of these rows, each times its row weight
 
 

@@ -853,7 +853,7 @@ def run_batch_invariant() -> None:
 
 
 def batch_invariant_differences(
-    part: tuple[int, int] = (0, 1), implementation: str | None = None, **of_shard: Any
+    part: tuple[int, int] = (0, 1), implementation: str | None = None, budget: int = 40_000, **of_shard: Any
 ) -> dict[str, dict[str, bool]]:
     """Returns which results of a row with batch_invariant=True are other bits among other rows: alone, in another
     order, in other chunks, and beside rows that are repaired. A repair writes no other row.
@@ -862,6 +862,7 @@ def batch_invariant_differences(
 
     Args:
         part: the part of the head that the call has, and how many there are.
+        budget: the memory budget of a call in chunks.
         of_shard: arguments of a call that has one.
     """
     generator = torch.Generator().manual_seed(0)
@@ -917,7 +918,7 @@ def batch_invariant_differences(
         for name, rows, options in (
             ("a repaired row alone", [38], {}),
             ("a few in another order, without those that are repaired", [*range(30, 20, -1)], {}),
-            ("in other chunks, half of them ignored", everything, {"budget": 40_000, "kept": half}),
+            ("in other chunks, half of them ignored", everything, {"budget": budget, "kept": half}),
         ):
             counted = half[rows] if "kept" in options else torch.ones(len(rows), dtype=torch.bool)
             found = results(rows, **options)

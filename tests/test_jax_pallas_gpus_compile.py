@@ -128,9 +128,13 @@ def test_fsdp_gathers_all_tokens_without_kernels() -> None:
     """Besides the sums of a divided vocabulary."""
     (hidden, vocab), tokens = LLAMA, 65536
     found = compile_form("fsdp, tokens", tokens, LLAMA, "chunked")
-    gathers = {(dtype, size) for kind, dtype, size, _ in scalars_apart(found) if kind == "all-gather"}
+    exchanges = scalars_apart(found)
+    gathers = {(dtype, size) for kind, dtype, size, _ in exchanges if kind == "all-gather"}
     assert ("bf16", tokens * hidden) in gathers
     assert gathers <= {("bf16", tokens * hidden), ("s32", tokens), ("f32", tokens)}
+    sums = [one for one in exchanges if one[0] != "all-gather"]
+    assert any(loop for *_, loop in sums)
+    check_shards(sums, *LLAMA)
     # The tokens of all and their gradients, and the sum of d_weight in float32.
     more = 2 * 2 * tokens * hidden + 4 * hidden * vocab / DEVICES
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + more

@@ -448,6 +448,11 @@ def check_batch_invariant(rank: int, ranks: int) -> None:
     options: dict[str, Any] = {"vocab_group": world, "vocab_size": 300}
     with mock.patch.object(vocab_shard, "start_all_sum", None):
         found = interpret_loss.batch_invariant_differences((rank, ranks), "triton", **options)
+        if ranks == 2:  # all tokens, which are gathered at once, are those of a rank, twice
+            options |= {"sequence_parallel": True, "budget": 60_000}
+            more = interpret_loss.batch_invariant_differences((rank, ranks), "triton", **options)
+            del more["repaired rows"]
+            found |= {f"gathered, {name}": of_name for name, of_name in more.items()}
     assert not [(name, key) for name, of_name in found.items() for key, differs in of_name.items() if differs], found
     parts = torch.randn(ranks, 7, 3, generator=torch.Generator().manual_seed(0))
     want = reduce(add, parts)
