@@ -108,7 +108,7 @@ def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int) -
 
 
 def preferred(choice: Choice) -> int | None:
-    """Returns the rows that the plan must prefer. None: it makes the choice by itself, one with a first chunk."""
+    """Returns the rows that the plan must prefer. None: the choice is its own, with a first chunk."""
     return None if choice.division.first_rows else choice.rows
 
 
