@@ -658,7 +658,7 @@ SCALE = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "total = sums(of_shard.problem.devices, part, ordered=plan_of(problem).batch_invariant)",
+        "total = sums(devices, part, ordered=plan_of(problem).batch_invariant)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
