@@ -28,9 +28,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from core_triton import vocab_shard
+from core_triton import ops, vocab_shard
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
+from core_triton.problem import Gradients
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 Gather = Literal["tokens", "head"]
 
@@ -381,12 +383,13 @@ class _LossOfGatheredHead(torch.autograd.Function):
                 gradients[name] = scatter.result
             elif name in gradients:
                 gradients[name] = head.own_gradient(gradients[name], head.scatter(cast(Tensor, shard)))
+        ctx.budget = local.get("memory_budget", DEFAULT_MEMORY_BUDGET)
         ctx.save_for_backward(*(gradients.get(name) for name in ("input", *OF_HEAD)))
         return loss
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *(None if one is None else (one * d_loss).to(one.dtype) for one in ctx.saved_tensors)
+        return None, *ops.scaled(Gradients(*ctx.saved_tensors), ops.Factors(d_loss, d_loss), ctx.budget)
 
 
 class _Head(torch.autograd.Function):
