@@ -70,12 +70,12 @@ class Devices(NamedTuple):
         axes = tuple(axis for axis in self.token_axes if axis not in varying(shared))
         return lax.psum(array, axes) if axes else array
 
-    def sum_of_head(self, array: Array, head: Array, axis: int) -> Array:
-        """Returns the sum of a gradient by an array of the head over the devices that share it. If the head was
-        gathered, along `axis`, only for the rows of this device."""
+    def sum_of_bias(self, array: Array, bias: Array) -> Array:
+        """Returns the sum of a gradient by the bias over the devices that share it. If the bias was gathered, only for
+        the classes of this device."""
         if self.gather == "head":
-            array = lax.psum_scatter(array, self.gather_axes, scatter_dimension=axis, tiled=True)
-        return self.sum_of_shared(array, head)
+            array = lax.psum_scatter(array, self.gather_axes, tiled=True)
+        return self.sum_of_shared(array, bias)
 
 
 ONE_DEVICE = Devices()

@@ -7,7 +7,8 @@ all, or the rows of the head of all.
               chunk at a time (`token_slices.py`). All other plans gather all of them (`of_all_rows`).
     "head"    each device computes the loss of its tokens for the whole head, which is gathered in its own dtype before
               the forward rule. The rule sums d_weight over the devices in float32, and each keeps the rows of its
-              shard (`Devices.sum_of_head`): a reduce-scatter. The backward rule scales the shard.
+              shard: a reduce-scatter (`own_gradients`), or several beside the last matmuls (`head_scatter.py`). The
+              backward rule scales the shard.
 """
 
 from collections.abc import Callable, Container
@@ -111,17 +112,21 @@ def with_float32_sums(problem: Problem, needs_grad: NeedsGrad) -> Problem:
     if not problem.devices.sums_in_float32:
         return problem
     b, w, into = problem.linear_bias, problem.linear_weight, problem.grad_into
+    sends_head = problem.devices.gather == "head" and into is None
     if needs_grad.d_weight and into is None:
         into = jnp.zeros(w.shape, jnp.float32)
-    return replace(problem, linear_bias=None if b is None else b.astype(jnp.float32), grad_into=into)
+    bias = None if b is None else b.astype(jnp.float32)
+    return replace(problem, linear_bias=bias, grad_into=into, sends_head=sends_head and needs_grad.d_weight)
 
 
 def own_gradients(options: Options, arrays: Arrays, problem: Problem, gradients: Gradients) -> Gradients:
-    """Returns the gradients of this device, where `of_all_rows` may have gathered the input."""
+    """Returns the gradients of this device, where it gathered the input (`of_all_rows`) or the head."""
     devices, named = options.devices, options.named(arrays)
     d_input, d_weight, d_bias = gradients
     if d_input is not None and problem.devices.token_parts != devices.token_parts:
         d_input = own_rows(devices, d_input)
+    if d_weight is not None and problem.sends_head and d_weight.shape == problem.linear_weight.shape:
+        d_weight = vocab_shard.own_part_of_sum(d_weight, devices.gather_axes, options.vocab_axis)
     if are_complete(devices, problem.input):
         if d_weight is not None and not options.has_grad_into:
             d_weight = d_weight.astype(named["linear_weight"].dtype)

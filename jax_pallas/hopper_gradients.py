@@ -71,6 +71,22 @@ def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
     return (first, second) if vocab_axis == 0 else (second, first)
 
 
+class OfShards(NamedTuple):
+    """Which classes the rows of a d_weight have that is a part of that of several shards: `d_weight_parts.py`.
+
+    The part has as many rows of each shard, from a class of it on that is a multiple of 64. A shard begins at the
+    multiple of 64 at or before its first class: TMA reads e from there.
+    """
+
+    shard_rows: int  # classes of a shard
+    part_rows: int  # rows of d_weight of each shard, whole tiles
+
+    def class_of(self, row: Any, first: Any) -> Any:
+        """Returns the class of a row of d_weight. first: of each shard."""
+        shard = lax.div(row, self.part_rows)
+        return lax.div(shard * self.shard_rows, STEP) * STEP + first + lax.rem(row, self.part_rows)
+
+
 OLD_STAGES = 4  # pieces of old tiles that are loaded ahead, a power of two
 
 OLD_AHEAD = 1  # how many pieces before they are needed
@@ -95,6 +111,7 @@ class DWeightKernel:
         first: some of e is in d_weight. A piece of d_weight is written, and the scalars have its number of tiles. A
             float32 d_weight (V, D) is an array (V, 2D) of e's dtype, two of which are the bits of one number.
         late: programs that begin late, and without how many tiles.
+        of_shards: d_weight is a part of that of several shards, and the scalars have the part's first class of each.
     """
 
     steps: int | None
@@ -110,6 +127,7 @@ class DWeightKernel:
     interpret: bool
     first: FirstChunk | None = None
     late: LateStart = AT_ONCE
+    of_shards: OfShards | None = None
 
     @property
     def one_view(self) -> bool:
@@ -127,7 +145,7 @@ class DWeightKernel:
 
     @property
     def tiles(self) -> int:
-        return self.d_blocks * cdiv(self.classes if self.adds else self.vocab, BLOCK_V)
+        return self.d_blocks * cdiv(self.classes if self.adds and self.of_shards is None else self.vocab, BLOCK_V)
 
     @property
     def programs(self) -> int:
@@ -176,7 +194,8 @@ class DWeightProgram(NamedTuple):
     def piece_at(self, d: Any, v: Any) -> Any:
         """Returns the piece of d_weight from a column of D and a class on."""
         columns = pl.ds(d, HALF) if self.kernel.in_pairs == 1 else pl.ds(2 * d, 2 * HALF)
-        place = in_order(pl.ds(self.first_class + v, PIECE), columns, self.kernel.vocab_axis)
+        first_class = self.first_class if self.kernel.of_shards is None else 0
+        place = in_order(pl.ds(first_class + v, PIECE), columns, self.kernel.vocab_axis)
         return self.d_weight_ref.at[place]
 
 
@@ -217,7 +236,9 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
 
 def load_exponentials(own: DWeightProgram, e_ref: Any, row: Any, v: Any, load: Callable[[Any], None]) -> None:
     """Loads rows of e from a class of the kernel on, past the last class zeros."""
-    first = own.kernel.first
+    first, of_shards = own.kernel.first, own.kernel.of_shards
+    if of_shards is not None:
+        v = pl.multiple_of(of_shards.class_of(v, own.first_class), STEP)
     if first is None:
         load(e_ref.at[pl.ds(row, STEP), pl.ds(v, BLOCK_V)])
         return
@@ -385,6 +406,7 @@ def add_d_weight(
     first_class: Array | None = None,
     power: Array | None = None,
     float32: bool = False,
+    of_shards: OfShards | None = None,
     sent: float = 0,
     gpu: str = "h100",
     interpret: bool = False,
@@ -414,6 +436,8 @@ def add_d_weight(
         power: () float32, a factor of e^T @ x before it is rounded; None is 1.
         float32: the result is float32, and not of e's dtype. Then V is a multiple of 8 unless `vocab_axis` is 1, and
             all of each tile is added to `old` in L2.
+        of_shards: the result is a part of a d_weight of several shards, and `first_class` that of each shard. V is the
+            number of its rows, `vocab_axis` 0, and `old` may be None. Rows past a shard have classes of the next one.
         sent: bytes that this GPU sends meanwhile.
         gpu: with `sent` only: its name in `GPUS`.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
@@ -426,7 +450,7 @@ def add_d_weight(
     loaded = round(PIECES * (1 - in_l2)) if adds and not float32 else 0  # shared memory has no room for its pieces
     kernel = DWeightKernel(
         static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, float32,
-        power is not None, interpret,
+        power is not None, interpret, of_shards=of_shards,
     )  # fmt: skip
     of_gpu = {"programs": kernel.programs, "coefficients": COEFFICIENTS[gpu, "jax"]}
     kernel = replace(kernel, late=late_start(sent, rows or len(e), kernel.tiles, classes=BLOCK_V, **of_gpu))

@@ -374,7 +374,8 @@ def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays)
     """Returns gradients whose parts of linear_weight and linear_bias are sums over the devices that have different
     tokens, rounded to their dtypes afterwards, and the powers of two that all gradients carry.
 
-    The gradients of each device are those of `make_problem`: float32, and that of linear_weight carries no power.
+    The gradients of each device are those of `make_problem`: float32, and that of linear_weight carries no power. If
+    the head was gathered, that of linear_weight is a sum over the devices that gathered it, with the rows of this one.
     """
     devices, named = options.devices, options.named(arrays)
     if not devices.sums_in_float32:
@@ -386,8 +387,8 @@ def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays)
     def summed(gradient: Array | None, name: str, scale: Array | None) -> Array | None:
         if gradient is None or (name == "linear_weight" and options.has_grad_into):
             return gradient
-        axis = options.vocab_axis if name == "linear_weight" else 0
-        total = devices.sum_of_head(gradient if scale is None else gradient / scale, named[name], axis)
+        sums = devices.sum_of_shared if name == "linear_weight" else devices.sum_of_bias
+        total = sums(gradient if scale is None else gradient / scale, named[name])
         return (total if head_scale is None else total * head_scale).astype(named[name].dtype)
 
     d_weight = summed(gradients.d_weight, "linear_weight", None)
@@ -540,11 +541,12 @@ def gradients_of_rows(
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
-        return scaled_exp(problem, needs_grad, statistics=BY_ROW if options.batch_invariant else 0)[2]
-    coefficients = row_math.loss_coefficients(
-        options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
-    )
-    gradients = chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+        gradients = scaled_exp(problem, needs_grad, statistics=BY_ROW if options.batch_invariant else 0)[2]
+    else:
+        coefficients = row_math.loss_coefficients(
+            options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
+        )
+        gradients = chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
     return own_gradients(options, arrays, problem, gradients)
 
 

@@ -34,6 +34,8 @@ class Problem:
         vocab_axis: which axis of linear_weight is the vocabulary.
         plan: how the call runs; None in tests that call the functions of `chunked` directly.
         grad_into: linear_weight's shape, float32: d_weight is this plus the gradient; or None.
+        sends_head: grad_into is zeros, and d_weight, float32, may have the rows of this device only of the sum over the
+            devices that gathered linear_weight.
         devices: among which the call is divided.
         class_count: () int32, how many of the first `classes` rows of linear_weight are classes, where that is known
             only when the program runs: in `shard_rows.py`; None: all.
@@ -51,6 +53,7 @@ class Problem:
     vocab_axis: int = 0
     plan: ExecutionPlan | None = None
     grad_into: Array | None = None
+    sends_head: bool = False
     devices: Devices = ONE_DEVICE
     class_count: Array | None = None
 

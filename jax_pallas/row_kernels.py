@@ -13,9 +13,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jax_pallas.first_chunk import FirstChunk
-from jax_pallas.problem import Problem
+from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_math import nll_and_lse
-from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK
+from jax_pallas.slicing import Slice
+from jax_pallas.tile_config import CALL_PLACES, CLASS_BLOCK, ROW_BLOCK
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
@@ -137,6 +138,47 @@ class ChunkNumbers(NamedTuple):
 def chunk_flags(chunk_rows: int) -> int:
     """Returns how many flags a chunk has in `CallRows.flag`."""
     return 1 + pl.cdiv(chunk_rows, ROW_BLOCK)
+
+
+def call_rows(problem: Problem) -> tuple[Array, Array]:
+    """Returns the targets, int32, -1 where they are not a class, and the row weights, (P,) each, padded to the end of
+    the last chunk's tiles."""
+    config, target = plan_of(problem).scaled_exp_config, problem.target
+    last = config.last_start(problem.tokens)
+    end = last + -(-config.kernel_rows(problem.tokens - last) // ROW_BLOCK) * ROW_BLOCK
+    past = (0, end - problem.tokens)
+    target = jnp.where((target >= 0) & (target < problem.classes), target, -1).astype(jnp.int32)
+    return jnp.pad(target, past, constant_values=-1), jnp.pad(problem.row_weight, past)
+
+
+def call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
+    """Returns the places where the Hopper kernel writes the targets' logits and summands, for all chunks.
+
+    It is None for the other kernels, which have one place, and for many chunks or a larger first one, where each chunk
+    computes its own.
+    """
+    config = plan_of(problem).scaled_exp_config
+    if not plan_of(problem).hopper or chunks > CALL_PLACES or config.first_rows:
+        return None
+    from jax_pallas import hopper_logits
+
+    return hopper_logits.chunk_places(target, problem.classes, config.rows, chunks)
+
+
+def target_places(
+    problem: Problem, target: Array, chunk: Slice, size: int, call_places: Array | None
+) -> TargetPlaces | None:
+    """Returns the places of a chunk of `size` rows, from `call_places` if not None."""
+    plan = plan_of(problem)
+    if not plan.hopper:
+        return None
+    rows = max(size, plan.scaled_exp_config.rows)
+    if call_places is not None:
+        return TargetPlaces(call_places, jnp.int32(chunk.start // rows))
+    from jax_pallas import hopper_logits
+
+    of_chunk = Slice(chunk.start, size, None).of(target)
+    return TargetPlaces(hopper_logits.chunk_places(of_chunk, problem.classes, rows, 1), jnp.int32(0))
 
 
 class Pick(NamedTuple):

@@ -32,6 +32,8 @@ written yet (`first_chunk.py`). Its d_input is computed before its d_weight.
 The memory of d_input holds the rows of the input, with zeros in rows that do not contribute, until a chunk's rows of
 d_input replace them. So a chunk takes little memory besides its exponentials.
 
+Where devices gathered the head, d_weight is added up in parts, and the last chunk sends them: `d_weight_parts.py`.
+
 Where devices have shards of the vocabulary (`shard_rows.py`), `_run` has the problem of the device's own classes, and
 between the first two steps the devices exchange the numbers of the rows. d_input is then a sum over the devices, in
 float32 of one chunk. It is computed before d_weight, beside which it is summed. Devices that divide the tokens too
@@ -56,6 +58,7 @@ from jax_pallas import (
     token_slices,
     vocab_shard,
 )
+from jax_pallas.d_weight_parts import DWeightParts, Sums
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, halves, plan_of
 from jax_pallas.row_kernels import CallRows, ChunkNumbers, TargetPlaces
@@ -64,7 +67,7 @@ from jax_pallas.row_statistics import finish_statistics
 from jax_pallas.shard_rows import ShardRows
 from jax_pallas.slicing import Slice, over_chunks, over_slices
 from jax_pallas.smoothing import Smoothing
-from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
+from jax_pallas.tile_config import ROW_BLOCK
 from jax_pallas.token_hook import TokenHook, TokenRows
 from jax_pallas.token_slices import GatheredChunk, TokenSlices
 from linear_ce.gpus import share_added_in_l2
@@ -97,6 +100,7 @@ class Carry(NamedTuple):
     d_weight: Array | None
     d_bias: Array | None  # (K,) float32
     ahead: GatheredChunk | None = None  # the next chunk, of `TokenSlices`
+    parts: Sums | None = None  # of d_weight, in its place, of `DWeightParts`
 
 
 def scaled_exp(
@@ -223,21 +227,21 @@ def _run(
     config, tokens, bias_scale = plan_of(problem).scaled_exp_config, problem.tokens, None
     if scales is not None and problem.grad_into is not None:
         scales, bias_scale = (scales[0], jnp.float32(1.0)), scales[1]
-    slices, parts = None, problem.devices.token_parts
-    if parts > 1:
+    slices, token_parts = None, problem.devices.token_parts
+    if token_parts > 1:
         problem, hook = token_slices.in_order_of_chunks(problem, hook)
-    whole, (target, row_weight) = problem, _call_rows(problem)
+    whole, (target, row_weight) = problem, row_kernels.call_rows(problem)
     whole_target, shards = target, bool(problem.devices.vocab_axes)
     if shards:  # below, `problem` has the classes of this device
         problem = shard_rows.of_own_classes(problem)
-        target, _ = _call_rows(problem)
+        target, _ = row_kernels.call_rows(problem)
     if hook is not None:  # until `_call_token_loss` replaces them
         row_weight = (row_weight != 0).astype(jnp.float32)
     last_start, gradients = config.last_start(tokens), any(needs_grad) or saves
     others = last_start // config.rows  # chunks, besides the last
     flags = others * row_kernels.chunk_flags(config.rows) + row_kernels.chunk_flags(config.first_rows or config.rows)
     options: dict[str, Any] = {"flags": flags, "largest": statistics & MAX != 0, "gradients": gradients}
-    if parts == 1:
+    if token_parts == 1:
         rows, held = row_kernels.pick(problem, target, row_weight, holds=needs_grad.d_input, **options)
     else:
         slices, rows = TokenSlices(problem, whole.devices), row_kernels.no_rows_yet(target, row_weight, **options)
@@ -249,10 +253,14 @@ def _run(
         rows, of_shard = shard_rows.start(rows, whole_target, whole)
     if plan_of(problem).fits_float16:
         rows = float16.place(problem, rows, problem.input if held is None else held)
-    places = _call_places(problem, target, others + 1)
+    places = row_kernels.call_places(problem, target, others + 1)
+
+    parts = None
+    if needs_grad.d_weight:
+        parts = DWeightParts.of(problem, whole.devices, smoothing, scales, chunks=others + 1)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
-        shared = of_shard, slices, hook, smoothing, scales, statistics
+        shared = of_shard, slices, hook, smoothing, scales, statistics, parts
         options = {"first": first, "gradients": gradients, "saves": saves, "units": units}
         return _chunk(problem, carry, chunk, places, *shared, **options)
 
@@ -260,7 +268,9 @@ def _run(
     if slices is not None:
         carry = carry._replace(ahead=slices.start(rows))
     starts = smoothing is not None and plan_of(problem).fits_float16
-    if needs_grad.d_weight:
+    if parts is not None:
+        carry = carry._replace(parts=parts.empty())
+    elif needs_grad.d_weight:
         sums = problem.grad_into
         if smoothing is not None and starts:
             sums = smoothing.start_head(sums)
@@ -271,15 +281,16 @@ def _run(
     # XLA's GEMM adds to d_weight in place only inside a loop. A loop of vocabulary chunks copies a split head.
     unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.spec.splits_head
     if not saves:
-        carry, found = over_chunks(body, carry, tokens, config.rows, full=last_start, unrolls=unrolls)
+        over: dict[str, Any] = {"full": last_start, "unrolls": unrolls, "separate_end": parts is not None}
+        carry, found = over_chunks(body, carry, tokens, config.rows, **over)
     else:  # the chunks' exponentials stay where they are written
-        parts = []
+        chunks = []
         for start in range(0, tokens, config.rows):
             carry, one = body(carry, Slice(start, min(config.rows, tokens - start), None), first=start == 0)
             carry, one = lax.optimization_barrier((carry, one))
-            parts.append(one)
-        e = tuple(one.saved.e for one in parts if one.saved is not None)
-        without_e = (one._replace(saved=one.saved and one.saved._replace(e=None)) for one in parts)
+            chunks.append(one)
+        e = tuple(one.saved.e for one in chunks if one.saved is not None)
+        without_e = (one._replace(saved=one.saved and one.saved._replace(e=None)) for one in chunks)
         found = jax.tree.map(lambda *of_chunks: jnp.concatenate(of_chunks), *without_e)
         found = found._replace(saved=found.saved._replace(e=e))
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
@@ -298,6 +309,8 @@ def _run(
             d_weight = shard_rows.clear_padding(problem, d_weight, problem.vocab_axis)
         if d_bias is not None:
             d_bias = shard_rows.clear_padding(problem, d_bias, 0)
+    if parts is not None and carry.parts is not None:
+        d_weight = parts.own_rows(carry.parts)
     if d_bias is not None and bias_scale is not None:
         d_bias = d_bias * bias_scale
     if d_bias is not None and problem.linear_bias is not None:
@@ -310,47 +323,6 @@ def _run(
         rows, of_hook, of_rows = token_slices.in_order_of_tokens(whole, rows, found.rows, found.statistics)
         found = OfTokens(of_hook, of_rows)
     return rows, Gradients(d_input, d_weight, d_bias), found
-
-
-def _call_rows(problem: Problem) -> tuple[Array, Array]:
-    """Returns the targets, int32, -1 where they are not a class, and the row weights, (P,) each, padded to the end of
-    the last chunk's tiles."""
-    config, target = plan_of(problem).scaled_exp_config, problem.target
-    last = config.last_start(problem.tokens)
-    end = last + -(-config.kernel_rows(problem.tokens - last) // ROW_BLOCK) * ROW_BLOCK
-    past = (0, end - problem.tokens)
-    target = jnp.where((target >= 0) & (target < problem.classes), target, -1).astype(jnp.int32)
-    return jnp.pad(target, past, constant_values=-1), jnp.pad(problem.row_weight, past)
-
-
-def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
-    """Returns the places where the Hopper kernel writes the targets' logits and summands, for all chunks.
-
-    It is None for the other kernels, which have one place, and for many chunks or a larger first one, where each chunk
-    computes its own.
-    """
-    config = plan_of(problem).scaled_exp_config
-    if not plan_of(problem).hopper or chunks > CALL_PLACES or config.first_rows:
-        return None
-    from jax_pallas import hopper_logits
-
-    return hopper_logits.chunk_places(target, problem.classes, config.rows, chunks)
-
-
-def _target_places(
-    problem: Problem, target: Array, chunk: Slice, size: int, call_places: Array | None
-) -> TargetPlaces | None:
-    """Returns the places of a chunk of `size` rows, from `call_places` if not None."""
-    plan = plan_of(problem)
-    if not plan.hopper:
-        return None
-    rows = max(size, plan.scaled_exp_config.rows)
-    if call_places is not None:
-        return TargetPlaces(call_places, jnp.int32(chunk.start // rows))
-    from jax_pallas import hopper_logits
-
-    of_chunk = Slice(chunk.start, size, None).of(target)
-    return TargetPlaces(hopper_logits.chunk_places(of_chunk, problem.classes, rows, 1), jnp.int32(0))
 
 
 def static_args(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
@@ -375,6 +347,7 @@ def _chunk(
     smoothing: Smoothing | None,
     scales: Scales,
     statistics: int,
+    parts: DWeightParts | None,
     *,
     first: bool,
     gradients: bool,
@@ -405,12 +378,13 @@ def _chunk(
     first_flag = chunk.start // config.rows * row_kernels.chunk_flags(config.rows)
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
-    chunk_places = _target_places(problem, rows.target, chunk, size, places)
+    chunk_places = row_kernels.target_places(problem, rows.target, chunk, size, places)
     options: dict[str, Any] = {"stores": gradients, "of_shard": of_shard is not None}
     rows, numbers = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, **options
     )
     scales_x, by_row, ahead = carry.d_weight is not None, statistics & BY_ROW != 0, None
+    scales_x |= parts is not None
     if slices is not None and following is not None and following_x is not None:
         ahead, rows = slices.place(rows, following, following_x)
     if of_shard is not None:
@@ -457,7 +431,7 @@ def _chunk(
     x = x if scaled is None else scaled
     if found.others is not None:
         return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho, power), of_tokens
-    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, slices, power, smooth, first=first)
+    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, slices, parts, power, smooth, first=first)
     return carry, of_tokens
 
 
@@ -553,6 +527,7 @@ def _add_gradients(
     rho: Array,
     of_shard: ShardRows | None,
     slices: TokenSlices | None,
+    parts: DWeightParts | None,
     power: Array | None,
     smooth: tuple[Array, Array] | None,
     *,
@@ -560,7 +535,7 @@ def _add_gradients(
 ) -> Carry:
     """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. power: (50). With the terms
     `smooth` of `Smoothing.of_input`, d_weight has begun with its own."""
-    rows, held, d_weight, d_bias, ahead = carry
+    rows, held, d_weight, d_bias, ahead, sums = carry
     if d_bias is not None:
         of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
         d_bias = d_bias + of_rows.sum(0)
@@ -568,11 +543,13 @@ def _add_gradients(
     if held is not None and of_shard is not None:
         part = _part_of_d_input(problem, rows, chunk, e, rho)
         part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
-        sums = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
+        of_shards = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
         devices = of_shard.problem.devices
-        total = sums(devices, part, ordered=plan_of(problem).batch_invariant)
+        total = of_shards(devices, part, ordered=plan_of(problem).batch_invariant)
         sent = vocab_shard.sent_by_sum(devices, part, of_own=slices is not None)
         e = vocab_shard.after_begin(e)
+    if parts is not None and sums is not None:
+        sums, e, x = parts.add(rows, chunk, e, x, start, sums, power, first=first, sent=sent)
     if d_weight is not None:
         started = smooth is not None or problem.grad_into is not None
         beside = {"first": first, "started": started, "sent": sent}
@@ -591,7 +568,7 @@ def _add_gradients(
             held = _store_d_input(problem, rows, chunk, e, x, rho, smooth=smooth)
         else:
             held = chunk.put(x, total)
-    return Carry(rows, held, d_weight, d_bias, ahead)
+    return Carry(rows, held, d_weight, d_bias, ahead, sums)
 
 
 def _first_gradients(
@@ -601,7 +578,7 @@ def _first_gradients(
     d_weight is written last. In the carry it is that memory: `memory_of`. power: (50)."""
     from jax_pallas import hopper_gradients
 
-    rows, held, d_weight, d_bias, _ = carry
+    rows, held, d_weight, d_bias, *_ = carry
     assert d_weight is not None
     if d_bias is not None:
         first = FirstChunk.of(e.shape[1], chunk.size, d_weight.shape[1])

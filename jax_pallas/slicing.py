@@ -85,12 +85,20 @@ UNROLLED = 8  # chunks at most
 
 
 def over_chunks[T](
-    body: Callable[..., tuple[T, Any]], carry: T, length: int, size: int, *, full: int, unrolls: bool
+    body: Callable[..., tuple[T, Any]],
+    carry: T,
+    length: int,
+    size: int,
+    *,
+    full: int,
+    unrolls: bool,
+    separate_end: bool = False,
 ) -> tuple[T, Any]:
     """Runs `body(carry, chunk, first=...)` over chunks of an axis that do not overlap, the last chunk first.
 
     The last chunk starts at `full`, after whole chunks. It may be shorter or longer, and it starts the sums that the
-    others add to. So only one chunk needs separate code.
+    others add to. So only one chunk needs separate code, or with `separate_end` the one that is computed last, too: the
+    start of this one is an integer.
 
     If `unrolls`, a few chunks are unrolled. Their starts are then constants, and no kernels are launched to compute
     starts, to slice or to gather. Each chunk must take an input from the carry, and waits for the results of the one
@@ -111,8 +119,12 @@ def over_chunks[T](
         return body(carry, Slice(index * size, size, None), first=False)
 
     indices, last = lax.optimization_barrier(
-        (jnp.arange(full // size), last)
+        (jnp.arange(full // size - separate_end), last)
     )  # else two chunks would be in memory at the same time
     carry, pieces = lax.scan(step, carry, indices)
-    joined = jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), pieces, last)
+    found = [last]
+    if separate_end:
+        carry, end = body(carry, Slice(full - size, size, None), first=False)
+        found = [end, last]
+    joined = jax.tree.map(lambda a, *b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), *b]), pieces, *found)
     return carry, joined

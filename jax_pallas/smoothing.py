@@ -139,10 +139,17 @@ class Smoothing:
             d_bias = d_bias + self._class_factors() * self._scaled(self.problem.row_weight.sum())
         return d_weight, d_bias
 
+    def add_to_classes(self, d_weight: Array, classes: Array) -> Array:
+        """Returns d_weight (n, D) float32 of some classes (n,) int32, perhaps past the last, with their terms."""
+        factors = self._class_factors().at[classes].get(mode="fill", fill_value=0)
+        return d_weight + factors[:, None] * self._row_sum()
+
+    def _row_sum(self) -> Array:
+        return self._scaled(_sum_of_rows(self.problem) if self.of_tokens is None else self.of_tokens.row_sum)
+
     def _of_weight(self) -> Array:
         axis, vocab = self.problem.vocab_axis, self.problem.linear_weight.shape
-        row_sum = _sum_of_rows(self.problem) if self.of_tokens is None else self.of_tokens.row_sum
-        row_sum = self._scaled(row_sum)
+        row_sum = self._row_sum()
         factors = self._class_factors()
         factors = jnp.expand_dims(jnp.pad(factors, (0, vocab[axis] - len(factors))), 1 - axis)
         return factors * jnp.expand_dims(row_sum, axis)

@@ -114,6 +114,12 @@ def own_sum_of_d_input(devices: Devices, d_input: Array, *, ordered: bool = Fals
     return own.astype(jnp.float32)
 
 
+def own_part_of_sum(array: Array, axes: tuple[str, ...], axis: int) -> Array:
+    """Returns this device's rows, or its columns where `axis` is 1, of the sum of an array over the devices of axes of
+    the mesh."""
+    return (_own_rows_of_sum, _own_columns_of_sum)[axis](array, axes)
+
+
 def rows_of_all(devices: Devices, rows: Array) -> Array:
     """Returns rows (m, D) of each device that divides the rows of the input, one after the other."""
     return _rows_of_all(rows, devices.gather_axes)
@@ -166,6 +172,11 @@ _own_rows_of_sum = collective(
     "linear_ce_own_rows_of_sum",
     lambda rows, axes: lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True),
     lambda shape, devices: (shape[0] // devices, *shape[1:]),
+)
+_own_columns_of_sum = collective(
+    "linear_ce_own_columns_of_sum",
+    lambda array, axes: lax.psum_scatter(array, axes, scatter_dimension=1, tiled=True),
+    lambda shape, devices: (shape[0], shape[1] // devices),
 )
 _rows_of_all = collective(
     "linear_ce_rows_of_all",

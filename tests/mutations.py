@@ -664,7 +664,7 @@ SCALE = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "total = sums(devices, part, ordered=plan_of(problem).batch_invariant)",
+        "total = of_shards(devices, part, ordered=plan_of(problem).batch_invariant)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),

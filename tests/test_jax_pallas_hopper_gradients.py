@@ -17,7 +17,7 @@ from reductions import additions_in_l2  # noqa: F401
 
 from jax_pallas import hopper_common, hopper_gradients, input_grad, recompute, scaled_exp
 from jax_pallas.hopper_common import BLOCK_V, MULTIPROCESSORS
-from jax_pallas.hopper_gradients import add_d_weight, store_d_input
+from jax_pallas.hopper_gradients import OfShards, add_d_weight, store_d_input
 from jax_pallas.hopper_input_sums import d_input_sums
 from jax_pallas.launch import hopper_gradient_limits
 from jax_pallas.problem import halves
@@ -223,6 +223,23 @@ def test_float32_d_weight_that_is_written(monkeypatch: pytest.MonkeyPatch) -> No
     expected = float64(e)[: sizes.rows].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
     close(found[: sizes.classes], expected[: sizes.classes], 2e-6)
     assert (found[sizes.classes :] == 0).all()
+
+
+def test_part_of_d_weight_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part has the last classes of three shards of 203. The second begins at class 192 and the third at 384, the
+    multiples of 64 before it. Of the last tiles of a shard, some rows have classes of the next one, or past the last.
+    """
+    use_programs(monkeypatch, 2)
+    sizes, of_shards, first = Sizes(150, 170, 3, 64, 609, 609), OfShards(203, BLOCK_V), 128
+    e, x = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden)
+    shared: dict[str, Any] = {"vocab": 3 * BLOCK_V, "classes": sizes.classes, "vocab_axis": 0, "in_l2": 0.5}
+    shared |= {"first_class": jnp.int32(first), "float32": True, "of_shards": of_shards, "interpret": True}
+    found = add_d_weight(e, x, sizes.start, **shared, rows=sizes.rows)
+    sums = float64(e)[: sizes.rows, : sizes.classes].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
+    sums = np.pad(sums, ((0, BLOCK_V), (0, 0)))
+    expected = np.concatenate([sums[start + first :][:BLOCK_V] for start in (0, 192, 384)])
+    close(found, expected, 2e-6)
+    close(add_d_weight(e, x, sizes.start, **shared, rows=sizes.rows, old=found), 2 * expected, 2e-6)
 
 
 # The vocabulary chunk's last tile extends past the end of the chunk, and past the end of the head.

@@ -38,7 +38,7 @@ def dtype_of(mode: str) -> Any:
 
 def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
     """Compiles a call with gradients for so many GPUs. v: rows of one GPU; some of the last are no classes if the mode
-    contains "padded". With "tokens" the GPUs divide the tokens too, and gather them. With "float16" the arrays
+    contains "padded". With "tokens" or "head" the GPUs divide the tokens too, and gather these. With "float16" the arrays
     have this dtype, and with "smoothing" the call has label smoothing."""
     target = (HERE / "targets/h200.pbtxt").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
@@ -46,14 +46,16 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
     options: dict[str, Any] = {"vocab_axis": vocab_axis, "vocab_axis_name": "vocab", "implementation": "mosaic"}
     head, sizes = (P("vocab"), (shards * v, d)) if vocab_axis == 0 else (P(None, "vocab"), (d, shards * v))
 
+    gather = next((one for one in ("tokens", "head") if one in mode), None)
+
     def shape(sizes: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
 
     def call(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
         def loss(x: jax.Array, w: jax.Array) -> Any:
             smoothing = 0.1 if "smoothing" in mode else 0.0
-            if "tokens" in mode:
-                return linear_cross_entropy(x, w, y, **options, gather="tokens", label_smoothing=smoothing)
+            if gather is not None:
+                return linear_cross_entropy(x, w, y, **options, gather=gather, label_smoothing=smoothing)
             if mode in LOSSES:
                 classes = shards * v - 47 if "padded" in mode else None
                 return linear_cross_entropy(x, w, y, **options, vocab_size=classes, label_smoothing=smoothing)
@@ -64,7 +66,7 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
 
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
-    rows = P("vocab") if "tokens" in mode else P()
+    rows = P() if gather is None else P("vocab")
     dtype = dtype_of(mode)
     arrays = shape((n, d), dtype, rows), shape(sizes, dtype, head), shape((n,), jnp.int32, rows)
     with jax.set_mesh(mesh):
