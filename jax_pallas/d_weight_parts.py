@@ -4,7 +4,7 @@ The chunks of rows add to the parts of d_weight, float32 arrays. The last one al
 
     += E^T (rho x)                     `hopper_gradients.add_d_weight`
     the terms of label smoothing       `Smoothing.add_to_classes`
-    the targets' terms, of all rows    `target_grad.add_targets`
+    the targets' terms, of all rows    `target_grad.add_targets_of_part`
     the sum over the devices           `HeadScatter.send`, beside the matmul of the next part
 
 The sum of the last part runs beside the matmul of d_input of the chunk.
@@ -134,21 +134,23 @@ class DWeightParts(NamedTuple):
             gpu=plan_of(self.problem).gpu,
         )
 
-    def _targets(self, rows: CallRows) -> tuple[Array, Array, Array]:
-        """Returns the places of the targets of all rows in the parts, in ascending order, their rows and theta."""
+    def _targets(self, rows: CallRows) -> tuple[Array, Array, Array, Array]:
+        """Returns the places of the targets of all rows in the parts, in ascending order, their rows and theta, and how
+        many places come before each part and before the end."""
         assert rows.theta is not None
         theta = rows.theta if self.theta_scale is None else rows.theta * self.theta_scale
-        places = self.scatter.devices * sum(self.scatter.sizes)
-        target = self.scatter.places(rows.target)
-        return target_grad.sort_by_target(target, rows.row_weight, theta, self.problem.tokens, places)
+        devices, places = self.scatter.devices, self.scatter.places(rows.target)
+        ends = [devices * start for start in (*self.scatter.starts, sum(self.scatter.sizes))]
+        sorted_rows = target_grad.sort_by_target(places, rows.row_weight, theta, self.problem.tokens, ends[-1])
+        bounds = (sorted_rows[0] < jnp.array(ends, jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+        return *sorted_rows, bounds
 
-    def _finish(self, part: int, total: Array, place: Array, row: Array, theta: Array) -> Array:
+    def _finish(self, part: int, total: Array, *targets: Array) -> Array:
         """Returns the sums of a part with the terms of label smoothing and of the targets."""
         if self.smoothing is not None:
             total = self.smoothing.add_to_classes(total, self.scatter.classes(part))
         first = self.scatter.devices * self.scatter.starts[part]
-        shared = {"classes": len(total), "vocab_axis": 0}
-        return target_grad.add_targets(total, self.problem.input, place - first, row, theta, **shared)
+        return target_grad.add_targets_of_part(total, self.problem.input, *targets, part=part, first=first)
 
     def own_rows(self, sums: Sums) -> Array:
         """Returns d_weight of this device's shard, float32, of what the last chunk returned."""

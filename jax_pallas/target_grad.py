@@ -23,6 +23,8 @@ SORTED_ROWS, OTHER_ROWS, MERGED_ROWS = (
 
 FEW, MANY, SPLIT = 4, 32, 4  # rows at a time of short runs, of long runs; programs of a long run
 
+PART_PROGRAMS = 1024  # positions at a time of `part_targets_kernel`, of which few have a target in a part
+
 
 class Sort(NamedTuple):
     """The static arguments of the kernels that sort."""
@@ -120,7 +122,7 @@ def sort_by_target(
 
 
 class TargetRows(NamedTuple):
-    """The static arguments and the arrays of `target_rows_kernel`."""
+    """The static arguments and the arrays of `target_rows_kernel` and `part_targets_kernel`."""
 
     vocab_axis: int  # of d_weight
     width: int  # columns of a program
@@ -130,6 +132,7 @@ class TargetRows(NamedTuple):
     theta_ref: Any  # (N,)
     x_ref: Any  # (rows, D)
     d_weight_ref: Any  # (V, D) or (D, V)
+    first_class: Any = None  # of d_weight; None: 0
 
 
 def add_target_rows(io: TargetRows, target: Array, first: Array, column: Array, columns: int, size: int) -> None:
@@ -149,6 +152,8 @@ def add_target_rows(io: TargetRows, target: Array, first: Array, column: Array, 
 
     start = (first, jnp.zeros((size, columns), jnp.float32))
     total = lax.while_loop(lambda carry: carry[0] < count, step, start)[1]
+    if io.first_class is not None:
+        target = target - io.first_class
     place = (target, depth) if io.vocab_axis == 0 else (depth, target)
     old = load(io.d_weight_ref, *place, mask=inside).astype(jnp.float32)
     store(io.d_weight_ref, *place, values=old + total.sum(0), mask=inside)
@@ -159,13 +164,39 @@ def target_rows_kernel(
 ) -> None:
     """Adds the targets' terms, theta * x, to their rows of d_weight: (33).
 
-    A program owns a position and some columns. Most runs of equal targets are short: the program at the first position
-    of the run sums it. A few runs contain a tenth of all rows. In runs of MANY rows or more, the programs at the first
-    SPLIT positions divide the columns.
+    A program owns a position and some columns.
     """
     io = TargetRows(*options, target_ref, row_ref, theta_ref, x_ref, d_weight_ref)
-    count, width = target_ref.shape[0], io.width
-    position, column = pl.program_id(0), pl.program_id(1) * width
+    add_run(io, pl.program_id(0), pl.program_id(1) * io.width)
+
+
+def part_targets_kernel(
+    options: tuple[int, int, int], target_ref: Any, row_ref: Any, theta_ref: Any, part_ref: Any, bound_ref: Any,
+    x_ref: Any, _: Any, d_weight_ref: Any,
+) -> None:  # fmt: skip
+    """Adds the targets' terms of a part of d_weight, given the number of the part and its first class, part (2,) int32,
+    and which positions the targets of each part begin at, bound (parts + 1,) int32.
+
+    A program owns some positions, and some columns.
+    """
+    io = TargetRows(*options, target_ref, row_ref, theta_ref, x_ref, d_weight_ref, part_ref[1])
+    first, last = bound_ref[part_ref[0]] + pl.program_id(0), bound_ref[part_ref[0] + 1]
+    column = pl.program_id(1) * io.width
+
+    def step(position: Array) -> Array:
+        add_run(io, position, column)
+        return position + PART_PROGRAMS
+
+    lax.while_loop(lambda position: position < last, step, first)
+
+
+def add_run(io: TargetRows, position: Array, column: Array) -> None:
+    """Adds the terms of the run of equal targets at a position to some columns.
+
+    Most runs are short: the program at the first position of the run sums it. A few runs contain a tenth of all rows.
+    In runs of MANY rows or more, the programs at the first SPLIT positions divide the columns.
+    """
+    count, width, target_ref = io.target_ref.shape[0], io.width, io.target_ref
     target = target_ref[position]
     before = position - 1 - jnp.arange(SPLIT, dtype=jnp.int32)
     equal = (before >= 0) & (load(target_ref, before, mask=before >= 0) == target)
@@ -199,6 +230,26 @@ def add_targets(
     operands, result = (target, row, theta, x, d_weight), jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype)
     launch = {"grid": (target.size, pl.cdiv(x.shape[1], width)), "warps": 4, "stages": 1}
     return run(target_rows_kernel, (vocab_axis, width, classes), operands, (result,), in_place=1, **launch)[0]
+
+
+def add_targets_of_part(
+    d_weight: Array, x: Array, target: Array, row: Array, theta: Array, bounds: Array, *, part: int, first: int
+) -> Array:
+    """Returns a part of d_weight, (K, D) float32, in its place, with the terms of its classes.
+
+    Args:
+        x, target, row, theta: of `add_targets`.
+        bounds: (parts + 1,) int32, how many targets come before each part, and before the end of the last.
+        part, first: its number and its first class.
+    """
+    if not target.size:
+        return d_weight
+    width = min(512, max(64, pl.next_power_of_2(x.shape[1])))
+    operands = target, row, theta, jnp.array([part, first], jnp.int32), bounds, x, d_weight
+    # `bounds` leave out targets that are no classes. With their number each part would have another kernel.
+    result, options = jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype), (0, width, 2**31 - 1)
+    launch = {"grid": (min(target.size, PART_PROGRAMS), pl.cdiv(x.shape[1], width)), "warps": 4, "stages": 1}
+    return run(part_targets_kernel, options, operands, (result,), in_place=1, **launch)[0]
 
 
 def add_target_sums(d_bias: Array, target: Array, theta: Array) -> Array:

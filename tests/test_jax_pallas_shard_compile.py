@@ -38,8 +38,8 @@ def dtype_of(mode: str) -> Any:
 
 def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
     """Compiles a call with gradients for so many GPUs. v: rows of one GPU; some of the last are no classes if the mode
-    contains "padded". With "tokens" or "head" the GPUs divide the tokens too, and gather these. With "float16" the arrays
-    have this dtype, and with "smoothing" the call has label smoothing."""
+    contains "padded". With "tokens" or "head" the GPUs divide the tokens too, and gather these. With "float16" the
+    arrays have this dtype, and with "smoothing" the call has label smoothing."""
     target = (HERE / "targets/h200.pbtxt").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
     mesh = topologies.make_mesh(topology, (shards,), ("vocab",))
