@@ -106,6 +106,8 @@ class DWeightParts(NamedTuple):
                 total = self.scatter.send(total)
                 e = vocab_shard.after_begin(e)
             found.append(total)
+        if not last:  # what comes after that may overwrite x
+            found, e, x = lax.optimization_barrier((found, e, x))
         return tuple(found), e, x
 
     def _multiply(

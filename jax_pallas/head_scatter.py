@@ -92,7 +92,7 @@ class HeadScatter(NamedTuple):
 
     def own_rows(self, parts: Sequence[Array]) -> Array:
         """Returns the rows of this device, (shard_rows, D), of what `send` returned of each part."""
-        rows = jnp.concatenate(parts)
-        device = lax.axis_index(self.axes)
-        before = device * self.shard_rows - self.first_class(device)
-        return lax.dynamic_slice_in_dim(rows, before, self.shard_rows)
+        rows, device = jnp.concatenate(parts), lax.axis_index(self.axes)
+        if self.shard_rows % STEP == 0:
+            return rows[: self.shard_rows]
+        return lax.dynamic_slice_in_dim(rows, device * self.shard_rows % STEP, self.shard_rows)
