@@ -118,13 +118,15 @@ def over_chunks[T](
     def step(carry: T, index: Array) -> tuple[T, Any]:
         return body(carry, Slice(index * size, size, None), first=False)
 
-    indices, last = lax.optimization_barrier(
-        (jnp.arange(full // size - separate_end), last)
-    )  # else two chunks would be in memory at the same time
-    carry, pieces = lax.scan(step, carry, indices)
     found = [last]
+    if full > size * separate_end:
+        indices, last = lax.optimization_barrier(
+            (jnp.arange(full // size - separate_end), last)
+        )  # else two chunks would be in memory at the same time
+        carry, pieces = lax.scan(step, carry, indices)
+        found = [jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), pieces), last]
     if separate_end:
+        carry, found[-1] = lax.optimization_barrier((carry, found[-1]))
         carry, end = body(carry, Slice(full - size, size, None), first=False)
-        found = [end, last]
-    joined = jax.tree.map(lambda a, *b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), *b]), pieces, *found)
-    return carry, joined
+        found.insert(-1, end)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)

@@ -580,6 +580,7 @@ JAX_SUMS = tests("jax_pallas_sharded", "sums")
 JAX_SHARDED = tests("jax_pallas_sharded", "fsdp or rule")
 JAX_TOKEN_SLICES = tests("jax_pallas_shard_rows", "tokens")
 JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
+JAX_SENT_HEADS = tests("jax_pallas_shard_rows", "head")
 JAX_FLOAT16_SHARDS = tests("jax_pallas_shard_rows", "float16")
 JAX_SMOOTHED_SHARDS = tests("jax_pallas_shard_rows", "smoothing")
 SCALE = (
@@ -669,6 +670,21 @@ SCALE = (
         JAX_SHARDS_BY_KERNELS,
     ),
     Mutation("jax_pallas/shard_rows.py", "shifts=found.shifts,", "shifts=0 * found.sums,", JAX_FLOAT16_SHARDS),
+    Mutation(
+        "jax_pallas/head_scatter.py",
+        "self.devices * start + device * size + row",
+        "device * size + row",
+        JAX_SENT_HEADS,
+    ),
+    Mutation("jax_pallas/head_scatter.py", "device * self.shard_rows % STEP", "0", JAX_SENT_HEADS),
+    Mutation("jax_pallas/d_weight_parts.py", "None if first else old", "None", JAX_SENT_HEADS),
+    Mutation("jax_pallas/smoothing.py", "at[classes].get(", "at[: len(classes)].get(", JAX_SENT_HEADS),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "STEP + first + lax.rem",
+        "STEP + lax.rem",
+        tests("jax_pallas_hopper_gradients", "part_of_d_weight"),
+    ),
     Mutation("jax_pallas/scaled_exp.py", "where(chunk.of(rows.target) >= 0,", "where(True,", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "vocab_shard.all_sum(devices, ", "(", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "(devices.token_parts / devices.shards)", "0.5", JAX_SMOOTHED_SHARDS),

@@ -1,5 +1,6 @@
 """Tests the loss by three matmuls where devices divide the vocabulary, with the kernels of Pallas' Triton backend in
-its interpreter: `jax_pallas/shard_rows.py`; and where they divide the tokens too: `jax_pallas/token_slices.py`.
+its interpreter: `jax_pallas/shard_rows.py`; and where they divide the tokens too: `jax_pallas/token_slices.py`, and
+`jax_head_checks.py` for a gathered head.
 
 The tests need several devices, so they run in a separate process: `host_devices.py`.
 """
@@ -19,6 +20,7 @@ import pytest
 from assertions import least_budget
 from host_devices import failures_of, run_named
 from jax.sharding import PartitionSpec as P
+from jax_head_checks import HEAD_CHECKS
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
 
 from jax_pallas import scaled_exp, vocab_shard
@@ -143,6 +145,7 @@ TOKEN_CASES += (
     Case(name="smoothing, padded", **TOKENS_PADDED | MORE, spec=LossSpec("sum", label_smoothing=0.3, vocab_size=401)),
 )
 QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange")
+EVERY_DAY = {*QUICK, *QUICK_TOKENS, "head, parts", "head, two chunks"}
 
 
 def budget_of(case: Case) -> int:
@@ -435,6 +438,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     },
     "tokens, unrolled": check_unrolled,
     "tokens, exchange": check_exchange_of_tokens,
+    **HEAD_CHECKS,
 }
 
 
@@ -445,7 +449,8 @@ def failures(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in (*QUICK, *QUICK_TOKENS) else pytest.mark.slow) for name in CHECKS]
+    "name",
+    [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in CHECKS],
 )
 def test_shards_by_the_kernels(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
