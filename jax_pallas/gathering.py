@@ -101,8 +101,8 @@ def of_all_rows(problem: Problem) -> Problem:
 
 def are_complete(devices: Devices, input: Array) -> bool:
     """Returns whether the gradients of the head of a call whose tokens are gathered are complete on each device when
-    they are computed, and are rounded then. Those of float16 are multiplied by powers of two before."""
-    return devices.token_parts > 1 and not devices.token_axes and input.dtype == jnp.bfloat16
+    they are computed, and are rounded then."""
+    return devices.token_parts > 1 and not devices.token_axes and input.dtype.itemsize == 2
 
 
 def with_float32_sums(problem: Problem, needs_grad: NeedsGrad) -> Problem:
@@ -116,14 +116,19 @@ def with_float32_sums(problem: Problem, needs_grad: NeedsGrad) -> Problem:
     return replace(problem, linear_bias=None if b is None else b.astype(jnp.float32), grad_into=into)
 
 
-def own_gradients(options: Options, arrays: Arrays, problem: Problem, gradients: Gradients) -> Gradients:
-    """Returns the gradients of this device, where `of_all_rows` may have gathered the input."""
+def own_gradients(
+    options: Options, arrays: Arrays, problem: Problem, gradients: Gradients, scales: Any = None
+) -> Gradients:
+    """Returns the gradients of this device, where `of_all_rows` may have gathered the input. scales: of float16, the
+    powers of two of the gradients. A d_weight that was summed in float32 gets its own before it is rounded."""
     devices, named = options.devices, options.named(arrays)
     d_input, d_weight, d_bias = gradients
     if d_input is not None and problem.devices.token_parts != devices.token_parts:
         d_input = own_rows(devices, d_input)
     if are_complete(devices, problem.input):
         if d_weight is not None and not options.has_grad_into:
+            if scales is not None and problem.grad_into is not None:
+                d_weight = d_weight * scales[1]
             d_weight = d_weight.astype(named["linear_weight"].dtype)
         d_bias = None if d_bias is None else d_bias.astype(named["linear_bias"].dtype)
     return Gradients(d_input, d_weight, d_bias)

@@ -181,8 +181,6 @@ def _why_shards_are_chunked(key: PlanKey) -> str | None:
     of_smoothing = _why_smoothed_shards_are_chunked(key)
     if x.dtype == "float32":
         kind = f"with {x.dtype} input"
-    elif x.dtype == "float16" and key.token_parts > 1:
-        kind = f"with {x.dtype} input and tokens that are gathered (gather='tokens')"
     elif w.dtype != x.dtype:
         kind = f"with {w.dtype} linear_weight"
     elif of_smoothing is not None:

@@ -240,15 +240,16 @@ def _run(
     if parts == 1:
         rows, held = row_kernels.pick(problem, target, row_weight, holds=needs_grad.d_input, **options)
     else:
-        slices, rows = TokenSlices(problem, whole.devices), row_kernels.no_rows_yet(target, row_weight, **options)
+        slices = TokenSlices(problem, whole.devices)
+        rows = row_kernels.no_rows_yet(problem, target, row_weight, **options)
         held = lax.empty(problem.input.shape, problem.input.dtype) if needs_grad.d_input else None
     of_shard = None
     if slices is not None:
         of_shard = ShardRows(whole, whole_target)
     elif shards:
         rows, of_shard = shard_rows.start(rows, whole_target, whole)
-    if plan_of(problem).fits_float16:
-        rows = float16.place(problem, rows, problem.input if held is None else held)
+    if slices is None and plan_of(problem).fits_float16:
+        rows = float16.place(problem, rows, problem.input if held is None else held, Slice(0, tokens, None))
     places = _call_places(problem, target, others + 1)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
@@ -282,6 +283,8 @@ def _run(
         without_e = (one._replace(saved=one.saved and one.saved._replace(e=None)) for one in parts)
         found = jax.tree.map(lambda *of_chunks: jnp.concatenate(of_chunks), *without_e)
         found = found._replace(saved=found.saved._replace(e=e))
+    if shards and (smoothing is not None or plan_of(problem).fits_float16):
+        carry = lax.optimization_barrier(carry)  # or the last sum of d_input would begin beside what follows
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if scales is not None and rows.theta is not None:  # so far they are scaled as d_input is
         rows = rows._replace(theta=rows.theta * (scales[1] / scales[0]))
@@ -392,6 +395,8 @@ def _chunk(
         assert carry.ahead is not None
         (x, ref_exponent), start, following = carry.ahead, 0, slices.next(chunk, first=first)
         rows = rows._replace(ref_exponent=Slice(chunk.start, size, None).put(rows.ref_exponent, ref_exponent))
+        if plan_of(problem).fits_float16:  # before the gather, beside which only larger matmuls run
+            x, rows = lax.optimization_barrier((x, float16.place(problem, rows, x, chunk)))
         if following is not None:
             following_x, x = slices.gather(following, x)
     elif carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight

@@ -24,8 +24,15 @@ from sharded_cases import assert_within_budget, mesh_of, run_sharded
 from jax_pallas import scaled_exp, vocab_shard
 from jax_pallas.devices import Devices
 from jax_pallas.launch import device_info
-from jax_pallas.linear_ce import explain, linear_cross_entropy, linear_log_probs, linear_token_loss_with_stats
+from jax_pallas.linear_ce import (
+    explain,
+    linear_cross_entropy,
+    linear_cross_entropy_with_stats,
+    linear_log_probs,
+    linear_token_loss_with_stats,
+)
 from jax_pallas.plan import MatrixLayout, PlanKey, make_plan
+from jax_pallas.primitives import varying
 from jax_pallas.problem import float32_matmul
 from jax_pallas.row_kernels import leaves_range
 from jax_pallas.slicing import over_chunks
@@ -142,7 +149,17 @@ TOKEN_CASES += (
     ),
     Case(name="smoothing, padded", **TOKENS_PADDED | MORE, spec=LossSpec("sum", label_smoothing=0.3, vocab_size=401)),
 )
-QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange")
+IN_FLOAT16 = ("mean", "token loss", "signed weights", "softcap, none", "far logits", "log-probabilities", "no token")
+IN_FLOAT16 += ("frozen head", "frozen input", "out of range")
+TOKEN_CASES += tuple(
+    replace(case, name=f"float16, {case.name}", dtype="float16") for case in TOKEN_CASES if case.name in IN_FLOAT16
+)
+OF_SAMPLE: dict[str, Any] = SHIFTED | SIZES
+TOKEN_CASES += (
+    Case(name="float16, padded", **OF_SAMPLE, has_class_weight=True, spec=LossSpec(vocab_size=401)),
+    Case(name="float16, padded, none", **OF_SAMPLE, spec=LossSpec("none", vocab_size=401), upstream="random"),
+)
+QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange", "tokens, small probabilities")
 
 
 def budget_of(case: Case) -> int:
@@ -194,9 +211,9 @@ def budget_of_tokens(case: Case, **axes: int) -> int:
     classes = case.vocab // shards
     key = PlanKey(
         stage="loss_and_gradients",
-        input=MatrixLayout((case.n, case.hidden), 2, "bfloat16"),
+        input=MatrixLayout((case.n, case.hidden), 2, case.dtype),
         linear_weight=MatrixLayout(
-            (case.hidden, classes) if case.vocab_axis else (classes, case.hidden), 2, "bfloat16"
+            (case.hidden, classes) if case.vocab_axis else (classes, case.hidden), 2, case.dtype
         ),
         vocab_axis=case.vocab_axis,
         classes=classes,
@@ -286,6 +303,58 @@ def check_bits(dtype: Any = jnp.bfloat16) -> None:
         assert np.isfinite(one).all()
     assert np.array_equal(stats, log_prob)
     assert stats.min() < -60
+
+
+def check_small_probabilities() -> None:
+    """float16 in chunks of 48, 48 and 18 gathered rows whose lse differ by up to 48. Some classes have a probability of
+    2**-24, and the entries of x are small, so only rows that are placed by estimates of their own lse, and factors by
+    the largest entries of their own, keep the bits of these classes' gradients. Of one of the two devices that divide
+    the tokens, most are ignored. Two devices have the same tokens, and the same results, bit for bit."""
+    axes, few = {"vocab": 2, "fsdp": 2}, slice(7, None, 32)
+    case = Case(name="", **MOST | {"dtype": "float16"})
+    random = np.random.default_rng(0)
+    x, w = random.standard_normal((case.n, case.hidden)), random.standard_normal((case.vocab, case.hidden)) / 2
+    x[:, 0], w[:, 0], w[few, 1:] = random.permutation(np.linspace(-3, 3, case.n)), 8, w[few, 1:] / 5
+    bias = jnp.zeros(case.vocab, jnp.float16).at[few].set(-3)
+    x, w = (jnp.asarray(array * 2.0**exponent, jnp.float16) for array, exponent in ((x, -6), (w, 6)))
+    exact_x, exact_w = (np.asarray(array, np.float64) for array in (x, w))
+    logits = exact_x @ exact_w.T + np.asarray(bias)
+    target, counts = logits.argmax(1), np.ones(case.n)
+    counts[5:40] = 0
+    token_weight = jnp.asarray(2.0**32 * counts, jnp.float32)
+    options: dict[str, Any] = {"implementation": "pallas_triton", "token_axis_names": "fsdp", "gather": "tokens"}
+    options |= {"vocab_axis_name": ("vocab", "fsdp"), "memory_budget": budget_of_tokens(case, **axes)}
+
+    def body(x: Any, w: Any, b: Any, y: Any, token_weight: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            given = {"linear_bias": b, "token_weight": token_weight, "reduction": "sum"}
+            return linear_cross_entropy_with_stats(x, w, y, **given, **options)
+
+        value, pull_back, stats = jax.vjp(loss, x, w, has_aux=True)
+        d_x, d_w = pull_back(jnp.float32(2.0**-32))[0], pull_back(jnp.float32(2.0**-16))[1]
+        found = value[None], stats.lse, d_x.astype(jnp.float32)
+        found = (jax.lax.pcast(one, tuple({*axes} - varying(one)), to="varying") for one in found)
+        return tuple(one[None] for one in found), d_w
+
+    rows, head = P("fsdp"), P(("vocab", "fsdp"))
+    specs: dict[str, Any] = {"in_specs": (rows, head, head, rows, rows), "out_specs": (P("vocab", "fsdp"), head)}
+    arrays = x, w, bias, jnp.asarray(target), token_weight
+    found, d_w = jax.jit(jax.shard_map(body, mesh=mesh_of(**axes), **specs))(*arrays)
+    for one in map(np.asarray, found):
+        assert np.array_equal(one[0], one[1])
+    loss, lse, d_x = (np.asarray(one[0], np.float64) for one in found)
+    assert loss[0] == loss[1]
+    want = np.log(np.exp(logits).sum(1))
+    assert np.ptp(want) > 40
+    np.testing.assert_allclose(lse, want * counts, rtol=2e-6, atol=4e-6)
+    p = np.exp(logits - want[:, None])
+    assert 2.0**-24 < p[:, few].mean() < 2.0**-22
+    p[range(case.n), target] -= 1
+    d_logits = p * counts[:, None]
+    for one, exact in (d_x, d_logits @ exact_w), (d_w, 2.0**16 * d_logits.T @ exact_x):
+        errors = np.abs(np.asarray(one, np.float64) - exact).max(1)  # of each row of x and of the head
+        assert (errors <= 2e-3 * np.abs(exact).max(1)).all()
+    assert (errors <= 1e-3 * np.abs(exact).max(1))[few].all()
 
 
 def check_invariant() -> None:
@@ -433,6 +502,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         for case in TOKEN_CASES
         if case.name in ("token loss", "padded", "smoothing, none")
     },
+    "tokens, small probabilities": check_small_probabilities,
     "tokens, unrolled": check_unrolled,
     "tokens, exchange": check_exchange_of_tokens,
 }

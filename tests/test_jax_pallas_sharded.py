@@ -104,7 +104,7 @@ QUICK = {
     "batch": ("float32 sum", "log-probabilities"),
     "vocabulary": ("smoothing", "float32 sum, none"),
     "batch and vocabulary": ("token loss", "mean"),
-    "fsdp, tokens": ("smoothing", "log-probabilities", "float32 sum"),
+    "fsdp, tokens": ("smoothing", "log-probabilities", "float32 sum", "normalizer"),
     "fsdp, head": ("mean", "token loss", "float32 sum, none"),
     "fsdp on D": ("normalizer",),
     "batch and fsdp, head": ("float32 sum", "smoothing", "log-probabilities"),
