@@ -2,7 +2,8 @@
 
 bfloat16 has the range of float32, so the target's logit is a good enough reference. For float16:
 
-    reference exponents from an estimate of lse       `place`: a sample of the classes, and the target
+    reference exponents from an estimate of lse       `place`: a sample of the classes, and the target; chunk by chunk
+                                                      where tokens are gathered (`token_slices.py`)
     exponentials that are too large are shifted       `row_kernels.shift_of`, in the kernels of the exponentials
     a row with a shift gets one shift for all classes `fit`
     rho x in float16                                  `fit`: one power of two for a chunk, a factor of E^T x

@@ -213,7 +213,7 @@ def no_rows_yet(
     ref_exponent, top = jnp.full(size, jnp.inf), jnp.full(size, -jnp.inf)
     made: Any = (lax.empty(size, jnp.float32) if needed else None for needed in (True, True, True, largest, gradients))
     largest_x = lax.empty((problem.tokens,), jnp.float32) if plan_of(problem).fits_float16 else None
-    return CallRows(target, row_weight, ref_exponent, top, jnp.zeros(flags, jnp.int32), *made, largest_x)
+    return CallRows(target, row_weight, ref_exponent, top, jnp.zeros(flags, jnp.int32), *made, largest_x=largest_x)
 
 
 def column_sums(ref: Any, row: Array, needed: Any = True) -> Array:

@@ -11,6 +11,9 @@ of the input or of d_input. What the devices exchange, besides what they do for 
     at the end                       the rows of the input once more, for the targets' terms of d_weight, as many at a
                                      time as the memory of the exponentials holds
 
+Those exponents are the same on all devices. Of float16, each device then places the rows of a chunk by an estimate of
+the lse of its own classes (`float16.place`), before it gathers those of the next chunk.
+
 If the targets' terms were added with each chunk, they would make d_weight large before other chunks are added, and each
 of these would round it: eight chunks of bfloat16 double the error of d_weight.
 """

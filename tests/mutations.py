@@ -580,6 +580,7 @@ JAX_SHARDED = tests("jax_pallas_sharded", "fsdp or rule")
 JAX_TOKEN_SLICES = tests("jax_pallas_shard_rows", "tokens")
 JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
 JAX_FLOAT16_SHARDS = tests("jax_pallas_shard_rows", "float16")
+JAX_GATHERED_FLOAT16 = tests("jax_pallas_shard_rows", "small and probabilities")
 JAX_SMOOTHED_SHARDS = tests("jax_pallas_shard_rows", "smoothing")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
@@ -693,6 +694,21 @@ SCALE = (
         JAX_TOKEN_SLICES,
     ),
     Mutation("jax_pallas/token_slices.py", "jnp.where(piece.fresh, row_weight, 0.0)", "row_weight", JAX_TOKEN_SLICES),
+    Mutation(
+        "jax_pallas/scaled_exp.py", "(x, float16.place(problem, rows, x, chunk))", "(x, rows)", JAX_GATHERED_FLOAT16
+    ),
+    Mutation(
+        "jax_pallas/float16.py",
+        "largest_x = part.put(rows.largest_x, largest_x)",
+        "largest_x = 0 * rows.largest_x",
+        JAX_GATHERED_FLOAT16,
+    ),
+    Mutation(
+        "jax_pallas/gathering.py",
+        "scales is not None and problem.grad_into is not None",
+        "False",
+        tests("jax_pallas_sharded", "normalizer"),
+    ),
     Mutation(
         "jax_pallas/vocab_shard.py",
         "sums(devices, d_input.astype(devices.reduce_dtype))",
