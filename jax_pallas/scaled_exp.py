@@ -393,10 +393,7 @@ def _chunk(
     following = following_x = None
     if slices is not None:
         assert carry.ahead is not None
-        (x, ref_exponent), start, following = carry.ahead, 0, slices.next(chunk, first=first)
-        rows = rows._replace(ref_exponent=Slice(chunk.start, size, None).put(rows.ref_exponent, ref_exponent))
-        if plan_of(problem).fits_float16:  # before the gather, beside which only larger matmuls run
-            x, rows = lax.optimization_barrier((x, float16.place(problem, rows, x, chunk)))
+        (x, rows), start, following = slices.begin(rows, chunk, carry.ahead), 0, slices.next(chunk, first=first)
         if following is not None:
             following_x, x = slices.gather(following, x)
     elif carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight

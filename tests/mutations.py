@@ -695,7 +695,10 @@ SCALE = (
     ),
     Mutation("jax_pallas/token_slices.py", "jnp.where(piece.fresh, row_weight, 0.0)", "row_weight", JAX_TOKEN_SLICES),
     Mutation(
-        "jax_pallas/scaled_exp.py", "(x, float16.place(problem, rows, x, chunk))", "(x, rows)", JAX_GATHERED_FLOAT16
+        "jax_pallas/token_slices.py",
+        "(x, float16.place(self.problem, rows, x, chunk))",
+        "(x, rows)",
+        JAX_GATHERED_FLOAT16,
     ),
     Mutation(
         "jax_pallas/float16.py",
