@@ -37,6 +37,7 @@ if sys.argv[2:3] == ["triton"]:
     interpret_loss.prepare_process()
 from dtensor_checks import DTENSOR_CHECKS, mesh_of
 from gathered_checks import GATHERED_CHECKS
+from head_checks import HEAD_CHECKS
 
 import core_triton
 from core_triton import vocab_shard
@@ -476,6 +477,7 @@ KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
     "statistics": check_statistics,
     "batch_invariant": check_batch_invariant,
     **GATHERED_CHECKS,
+    **HEAD_CHECKS,
 }
 
 
