@@ -388,10 +388,10 @@ def linear_log_probs(
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
     groups = Groups(vocab_group, None, reduce_dtype, check_agreement, sequence_parallel)
     call = prepare(spec, input, linear_weight, target, *given, *how, groups)
+    call = gathered_tokens.of_all_tokens(call)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
     else:
-        call = gathered_tokens.of_all_tokens(call)
         found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
@@ -763,6 +763,7 @@ def _loss(call: Call, *, statistics: int) -> ops.Losses:
     """Runs what the call needs."""
     statistics |= BY_ROW if call.options.batch_invariant else 0
     if call.options.saved_budget:
+        call = gathered_tokens.of_all_tokens(call)
         return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"
     call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce)

@@ -23,11 +23,16 @@ def requests(form: str) -> list[str]:
 
     def runs(case: Case) -> bool:
         if form in PLACEMENTS:
-            return not case.saved_budget and not case.grad_into
+            return not case.grad_into
         scalar = case.function != "log_probs" and case.spec.reduction != "none"
-        return not case.saved_budget and (form == "vocabulary" or scalar)
+        return form == "vocabulary" or scalar
 
     return [f"{form}:{case.name}" for case in cases() if runs(case)]
+
+
+# All rows under upstream gradients from 1e-6 to 1e3, a part of the rows, and gradients of the entropy, which do not use
+# what is saved.
+SAVED = ("edge-saved-tight-fp16", "edge-log_probs-saved-part-fp16", "edge-log_probs-saved-entropy-bf16")
 
 
 def programs() -> dict[str, tuple[Command, bool]]:
@@ -37,7 +42,8 @@ def programs() -> dict[str, tuple[Command, bool]]:
     quick = [
         request for at, form in enumerate(steps) for request in requests(form)[max(0, 7 * (at - 3)) :: steps[form]]
     ]
-    quick += [f"check:{name}" for name in CHECKS]
+    quick += [f"{form}:{name}" for form in ("vocabulary", "gathered_tokens") for name in SAVED]
+    quick = [*dict.fromkeys(quick), *(f"check:{name}" for name in CHECKS)]
     slow = [request for form in steps for request in requests(form) if request not in quick]
     found: dict[str, tuple[Command, bool]] = dict.fromkeys(
         quick, (python("torch_ranks.py", "4", "chunked", *quick), True)
@@ -68,6 +74,7 @@ INTERPRETED = (
     "gathered_head:mean-bf16-n123",
     "dtensor_tokens:edge-token_loss-stats-mean-fp16",
 )
+INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED))
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
 
