@@ -97,6 +97,8 @@ class Carry(NamedTuple):
     d_weight: Array | None
     d_bias: Array | None  # (K,) float32
     ahead: GatheredChunk | None = None  # the next chunk, of `TokenSlices`
+    # With shards and saved exponentials: a chunk and its rows of d_input, whose sum ends beside the logits of the next.
+    waiting: tuple[Slice, Array] | None = None
 
 
 def scaled_exp(
@@ -159,11 +161,14 @@ def saved_gradients(
     """
     if saved.e is None or saved.rho is None or saved.theta is None:
         return others
+    if problem.devices.vocab_axes:
+        problem = shard_rows.of_own_classes(problem)
     config, b = plan_of(problem).scaled_exp_config, problem.linear_bias
     rho, theta = (jnp.where(factor == 0, 0.0, factor * array) for array in (saved.rho, saved.theta))
     _, d_weight, d_bias = others
     if needs_grad.d_weight and d_weight is None:  # overwritten by the first chunk
-        d_weight = lax.empty(problem.linear_weight.shape, problem.input.dtype)
+        dtype = problem.input.dtype if problem.grad_into is None else jnp.float32  # to be summed over devices
+        d_weight = lax.empty(problem.linear_weight.shape, dtype)
     if needs_grad.d_bias:
         d_bias = jnp.zeros(problem.classes) if d_bias is None else d_bias[: problem.classes].astype(jnp.float32)
     for start, e in zip(range(0, problem.tokens, config.rows), saved.e, strict=True):
@@ -185,7 +190,10 @@ def saved_gradients(
             d_weight = _add_d_weight(problem, chunk, e, x, 0, d_weight, power, first=first)
     target = jnp.where((problem.target >= 0) & (problem.target < problem.classes), problem.target, -1)
     d_weight, d_bias = _add_targets(problem, target.astype(jnp.int32), theta, theta, d_weight, d_bias)
+    if d_weight is not None:
+        d_weight = shard_rows.clear_padding(problem, d_weight, problem.vocab_axis)
     if d_bias is not None and b is not None:
+        d_bias = shard_rows.clear_padding(problem, d_bias, 0)
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
     return Gradients(None, d_weight, d_bias)
 
@@ -276,8 +284,14 @@ def _run(
         parts = []
         for start in range(0, tokens, config.rows):
             carry, one = body(carry, Slice(start, min(config.rows, tokens - start), None), first=start == 0)
-            carry, one = lax.optimization_barrier((carry, one))
+            waiting = carry.waiting
+            carry, one = lax.optimization_barrier((carry._replace(waiting=None), one))
+            carry = carry._replace(waiting=waiting)
             parts.append(one)
+        if carry.waiting is not None:
+            assert carry.held is not None
+            chunk, total = carry.waiting
+            carry = carry._replace(held=chunk.put(carry.held, total))
         e = tuple(one.saved.e for one in parts if one.saved is not None)
         without_e = (one._replace(saved=one.saved and one.saved._replace(e=None)) for one in parts)
         found = jax.tree.map(lambda *of_chunks: jnp.concatenate(of_chunks), *without_e)
@@ -410,6 +424,11 @@ def _chunk(
     rows, numbers = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, **options
     )
+    if carry.waiting is not None:  # the rows replace those of x after it was read
+        found, x = lax.optimization_barrier((numbers.found, x))
+        earlier, total = carry.waiting
+        numbers, x = numbers._replace(found=found), earlier.put(x, total)
+        carry = carry._replace(held=x, waiting=None)
     scales_x, by_row, ahead = carry.d_weight is not None, statistics & BY_ROW != 0, None
     if slices is not None and following is not None and following_x is not None:
         ahead, rows = slices.place(rows, following, following_x)
@@ -434,7 +453,8 @@ def _chunk(
             smooth = smoothing.of_input(Slice(chunk.start, size, None).of(rows.row_weight))
     unit_scale = None
     if units and rho is not None and rows.theta is not None:
-        unit_scale = float16.unit_scale(problem, rows, chunk)
+        whole, target = (problem, rows.target) if of_shard is None else of_shard
+        unit_scale = float16.unit_scale(whole, rows, target, chunk)
         rows = rows._replace(theta=chunk.put(rows.theta, chunk.of(rows.theta) / unit_scale))
         rho = rho / jnp.pad(unit_scale, (0, size - chunk.size), constant_values=1.0)
     if fits and e is not None and rho is not None:
@@ -457,7 +477,8 @@ def _chunk(
     x = x if scaled is None else scaled
     if found.others is not None:
         return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho, power), of_tokens
-    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, slices, power, smooth, first=first)
+    options = {"waits": saves, "first": first}
+    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, slices, power, smooth, **options)
     return carry, of_tokens
 
 
@@ -556,11 +577,13 @@ def _add_gradients(
     power: Array | None,
     smooth: tuple[Array, Array] | None,
     *,
+    waits: bool,
     first: bool,
 ) -> Carry:
     """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. power: (50). With the terms
-    `smooth` of `Smoothing.of_input`, d_weight has begun with its own."""
-    rows, held, d_weight, d_bias, ahead = carry
+    `smooth` of `Smoothing.of_input`, d_weight has begun with its own. With `waits` the sum of d_input over devices, for
+    which no matmul of d_weight waits, is not put to its place yet."""
+    rows, held, d_weight, d_bias, ahead, _ = carry
     if d_bias is not None:
         of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
         d_bias = d_bias + of_rows.sum(0)
@@ -570,6 +593,8 @@ def _add_gradients(
         part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
         sums = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
         total = sums(of_shard.problem.devices, part, ordered=plan_of(problem).batch_invariant)
+        if waits:
+            return carry._replace(held=vocab_shard.after_begin(x), waiting=(chunk, total))
         e = vocab_shard.after_begin(e)
     if d_weight is not None:
         started = smooth is not None or problem.grad_into is not None
@@ -598,7 +623,7 @@ def _first_gradients(
     d_weight is written last. In the carry it is that memory: `memory_of`. power: (50)."""
     from jax_pallas import hopper_gradients
 
-    rows, held, d_weight, d_bias, _ = carry
+    rows, held, d_weight, d_bias, *_ = carry
     assert d_weight is not None
     if d_bias is not None:
         first = FirstChunk.of(e.shape[1], chunk.size, d_weight.shape[1])
