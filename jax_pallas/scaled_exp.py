@@ -424,9 +424,11 @@ def _chunk(
     rows, numbers = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, **options
     )
-    if carry.waiting is not None:  # the rows replace those of x after it was read
-        found, x = lax.optimization_barrier((numbers.found, x))
+    if carry.waiting is not None:
         earlier, total = carry.waiting
+        # The rows replace those of x after it was read. Their sum ends before that of the numbers begins: XLA runs one
+        # collective at a time, and would begin it after that of the numbers, beside no matmul.
+        found, x, total = lax.optimization_barrier((numbers.found, x, total))
         numbers, x = numbers._replace(found=found), earlier.put(x, total)
         carry = carry._replace(held=x, waiting=None)
     scales_x, by_row, ahead = carry.d_weight is not None, statistics & BY_ROW != 0, None
