@@ -729,6 +729,20 @@ SCALE = (
     ),
     Mutation("jax_pallas/devices.py", "tokens * number < classes", "tokens < classes", JAX_SHARDED),
     Mutation("jax_pallas/gathering.py", "lax.axis_index(devices.gather_axes) * size", "0 * size", JAX_SHARDED),
+    Mutation("jax_pallas/gathering.py", "[0, 2, 3]", "[2, 3]", tests("jax_pallas_sharded", "saved")),
+    Mutation(
+        "jax_pallas/saved_ops.py",
+        "ops._summed(options, gradients, None, arrays)[0]",
+        "gradients",
+        tests("jax_pallas_sharded", "saved"),
+    ),
+    Mutation("jax_pallas/float16.py", "chunk.of(target)", "chunk.of(rows.target)", JAX_FLOAT16_SHARDS),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "if problem.devices.vocab_axes:\n        problem",
+        "if False:\n        problem",
+        JAX_FLOAT16_SHARDS,
+    ),
     Mutation(
         "jax_pallas/gathering.py",
         "found[place] = total(static, found[place], into)",
