@@ -74,7 +74,7 @@ INTERPRETED = (
     "gathered_head:mean-bf16-n123",
     "dtensor_tokens:edge-token_loss-stats-mean-fp16",
 )
-INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED))
+INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED[1:]))
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
 
@@ -115,6 +115,7 @@ def test_four_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
 
 
 ON_A_GPU = tuple(request for request in INTERPRETED if "fp32" not in request and not request.startswith("check"))
+ON_A_GPU += (f"vocabulary:{SAVED[0]}",)
 ON_A_GPU += tuple(f"check:{name}" for name in GATHERED_CHECKS if not name.endswith(("classes", "memory")))
 BY_A_GPU = {request: python("torch_ranks.py", "2", "gpu", request) for request in ON_A_GPU}  # they mostly compile
 

@@ -343,6 +343,7 @@ VOCAB_CASES = (
     ),
     Case(name="token loss", dtype="bfloat16", **TIGHT, **GRPO, spec=LossSpec("none", vocab_size=307)),
 )
+BOTH_PART: dict[str, Any] = BOTH | {"lead": (1280,)}
 BOTH_CASES = (
     Case(
         name="both", dtype="bfloat16", **BOTH, has_class_weight=True, spec=LossSpec(vocab_size=307), upstream="random"
@@ -354,7 +355,7 @@ BOTH_CASES = (
     Case(
         name="both, part is saved",
         dtype="bfloat16",
-        **BOTH | {"lead": (1280,)},
+        **BOTH_PART,
         spec=LossSpec("none", z_loss_weight=0.01),
         upstream="random",
         saved_budget=4096 + 512 * (32 + 2 * (16 + 192)),

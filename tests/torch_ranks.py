@@ -36,6 +36,7 @@ if sys.argv[2:3] == ["triton"]:
     import interpret_loss  # before core_triton: the kernels run in Triton's interpreter
 
     interpret_loss.prepare_process()
+from allocations import Meter, bytes_of
 from assertions import least_budget
 from dtensor_checks import DTENSOR_CHECKS, mesh_of
 from gathered_checks import GATHERED_CHECKS, error
@@ -391,6 +392,14 @@ def assert_saved_rows(rank: int, ranks: int, classes: int, *, padded: bool, kern
         assert steps == [*numbers * chunks, "backward"], steps
     assert chunks >= 3, steps
     check(found, every)
+    with Meter() as meter:
+        found = run(every, memory_budget=budget)
+    check(found, every)
+    of_call = {name: options[name] for name in ("vocab_group", "vocab_size", "implementation", "saved_budget")}
+    plan = core_triton.explain(x, of_rank[0], reduction="none", **of_call).plan
+    assert plan.saved is not None
+    assert plan.saved.rows == 60
+    assert meter.peak <= budget + plan.saved.bytes + bytes_of(x, *found), (meter.peak, budget, plan.saved)
     own = slice(rank * 60 // ranks, (rank + 1) * 60 // ranks)
     check(run(own, sequence_parallel=True), own)
 
