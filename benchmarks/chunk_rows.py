@@ -4,9 +4,8 @@ The packages have no argument for it. They choose the chunks for which `chunk_co
 replaces that function while plans are made, and forgets the plans before and after.
 """
 
-import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +17,25 @@ from linear_ce.cost_coefficients import CostCoefficients
 FAR = 1e6  # ms for each row that a choice is away from the wanted one: more than any estimate
 
 Estimate = Callable[[Call, Chunk, Chunk], float]
+
+
+class Division(NamedTuple):
+    """Rows of the chunks of a call, and of its first chunk if that is in the memory of d_weight, else 0."""
+
+    rows: int
+    first_rows: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.first_rows} rows, then {self.rows}" if self.first_rows else f"{self.rows} rows"
+
+    @staticmethod
+    def of_plan(plan: Any) -> "Division":
+        return Division(plan.chunks.rows, plan.chunks.first_rows)
+
+    @staticmethod
+    def of_row(row: Mapping[str, Any]) -> "Division":
+        """Returns the division of a row of results, which has "first_rows" only for such a first chunk."""
+        return Division(row["chunk_rows"], row.get("first_rows") or 0)
 
 
 class Choice(NamedTuple):
@@ -32,8 +50,13 @@ class Choice(NamedTuple):
         return self.chunk.rows
 
     @property
+    def division(self) -> Division:
+        return Division(self.rows, self.last.rows if self.last.pieces else 0)
+
+    @property
     def chunks(self) -> int:
-        return chunk_cost.cdiv(self.call.tokens, self.rows)
+        first = self.division.first_rows
+        return (first > 0) + chunk_cost.cdiv(self.call.tokens - first, self.rows)
 
     def ms(self, coefficients: CostCoefficients | None = None) -> float:
         """Returns the estimate, with other coefficients than those of the plan if given."""
@@ -112,16 +135,32 @@ def considered(make: Callable[[], Any], rows: int | None = None) -> list[Choice]
         make: makes one plan.
         rows: the plan prefers chunks of so many rows; None: the cheapest.
     """
-    found: dict[int, Choice] = {}
-    cheapest: dict[int, float] = {}
+    return sorted((choice for choice in _estimated(make, rows) if not choice.last.pieces), key=Choice.ms)
+
+
+def first_chunk(make: Callable[[], Any]) -> Choice | None:
+    """Returns the choice of a plan with a first chunk in the memory of d_weight; None if its chunks are equal.
+
+    Args:
+        make: makes the plan.
+    """
+    choices, made = _estimated(make), make()
+    if not choices or not made.chunks.first_rows:
+        return None
+    return next(choice for choice in choices if choice.division == Division.of_plan(made))
+
+
+def _estimated(make: Callable[[], Any], rows: int | None = None) -> list[Choice]:
+    """Returns the cheapest choice of each division that `make` estimates, as `considered`."""
+    found: dict[Division, tuple[float, Choice]] = {}
 
     def note(call: Call, chunk: Chunk, last: Chunk) -> float:
-        ms = usual(call, chunk, last)
-        if ms < cheapest.get(chunk.rows, math.inf) and not last.pieces:
-            cheapest[chunk.rows], found[chunk.rows] = ms, Choice(call, chunk, last)
+        choice, ms = Choice(call, chunk, last), usual(call, chunk, last)
+        if choice.division not in found or ms < found[choice.division][0]:
+            found[choice.division] = ms, choice
         return ms + (0 if rows is None else FAR * (abs(chunk.rows - rows) + bool(last.pieces)))
 
     usual = chunk_cost.call_ms
     with estimating(note):
         make()
-    return sorted(found.values(), key=Choice.ms)
+    return [choice for _, choice in found.values()]

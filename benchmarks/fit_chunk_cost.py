@@ -26,7 +26,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks import results
-from benchmarks.chunk_rows import Choice, considered, fewest_rows
+from benchmarks.chunk_rows import Choice, Division, considered, fewest_rows, first_chunk
 from benchmarks.sweep import METHODS, SWEPT, arrays, budget_of, explain, of_d_input
 from linear_ce import chunk_cost
 from linear_ce.cost_coefficients import COEFFICIENTS, CostCoefficients
@@ -60,8 +60,14 @@ def made_plan(framework: str, gpu: str, n: int, d: int, v: int, budget: int) -> 
 
 @cache
 def choices(framework: str, gpu: str, n: int, d: int, v: int, budget: int, rows: int) -> list[Choice]:
-    """Returns what a plan considers that prefers chunks of `rows` rows, as `chunk_rows.considered`."""
-    return considered(lambda: made_plan(framework, gpu, n, d, v, budget), rows)
+    """Returns what a plan considers that prefers chunks of `rows` rows, as `chunk_rows.considered`, and before it what
+    it chooses without this preference, if that has a first chunk in the memory of d_weight."""
+
+    def make() -> Any:
+        return made_plan(framework, gpu, n, d, v, budget)
+
+    planned = first_chunk(make)
+    return ([] if planned is None else [planned]) + considered(make, rows)
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -117,7 +123,7 @@ def samples(paths: Sequence[Path], *, fewest: bool) -> dict[tuple[str, str], lis
         for path, row, group, choice in matched:
             if choice is None:
                 how = "" if row.get("d_input") is None else ", divided as it was"
-                print(f"{path}: {group[0]} has no plan with {row['chunk_rows']} rows{how} any more: left out")
+                print(f"{path}: {group[0]} has no plan with {Division.of_row(row)}{how} any more: left out")
         kept = [(group, choice, row) for _, row, group, choice in matched if choice is not None]
         if kept:
             found[key] = _at_one_clock(kept)
@@ -139,9 +145,10 @@ def _newest(key: tuple[str, str], rows: Sequence[tuple[Path, dict[str, Any]]]) -
 def matching(gpu: str, framework: str, row: dict[str, Any]) -> tuple[Group, Choice | None]:
     """Returns the group of a row, and the choice of a plan that it measured; None if no plan has this choice."""
     group = (row["shape"], row["n"], row["d"], row["v"], row.get("budget") or budget_of(SWEPT[row["mode"]]))
-    wanted = row.get("chunk_rows") or fewest_rows(lambda: made_plan(framework, gpu, *group[1:]))
-    for choice in choices(framework, gpu, *group[1:], wanted):
-        if choice.rows == wanted and row.get("d_input") in (None, of_d_input(choice)):
+    rows = row.get("chunk_rows") or fewest_rows(lambda: made_plan(framework, gpu, *group[1:]))
+    wanted = Division.of_row({**row, "chunk_rows": rows})
+    for choice in choices(framework, gpu, *group[1:], rows):
+        if choice.division == wanted and row.get("d_input") in (None, of_d_input(choice)):
             return group, choice
     return group, None
 
@@ -227,7 +234,8 @@ def report(key: tuple[str, str], rows: Sequence[Sample], coefficients: CostCoeff
         worst = max(worst, slower)
         ratio = np.exp(-residuals(of_group, coefficients).mean())
         print(
-            f"| {group[0]} | {group[4] / 2**20:.0f} | {len(of_group)} | {chosen.choice.rows} | {best.choice.rows} "
+            f"| {group[0]} | {group[4] / 2**20:.0f} | {len(of_group)} | {chosen.choice.division} "
+            f"| {best.choice.division} "
             f"| {slower:.1f}% | {ratio:.3f} |"
         )
     print(f"worst choice: {worst:.1f}% slower than the best row measured")

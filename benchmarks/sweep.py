@@ -8,11 +8,12 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from benchmarks import linear_ce, results
-from benchmarks.chunk_rows import Choice, considered, fewest_rows, preferring
+from benchmarks.chunk_rows import Choice, Division, considered, fewest_rows, first_chunk, preferring
 from benchmarks.methods import Method, Program
 from benchmarks.shapes import GRID, GRID_MODES, MODES, Item, Mode, plan
 from benchmarks.timing import Sensor, Timing
@@ -83,18 +84,21 @@ def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int) -
 
     Args:
         make: makes the plan.
-        rows: of a chunk. Those that no plan has are printed. None: those of the plan, those of the fewest chunks, and
-            those with the least estimates.
+        rows: of equal chunks. Those that no plan has are printed. None: the choice of the plan, which may have a first
+            chunk in the memory of d_weight, equal chunks of the rows of the fewest, and those with the least estimates.
         most: how many, without `rows`. At least 2.
     """
     choices = considered(make)
     if not choices:
         return []
+    found = []
     if rows is None:
-        always = dict.fromkeys((make().chunks.rows, fewest_rows(make)))
+        planned = first_chunk(make)
+        if planned is not None:
+            found, most = [planned], most - 1
+        always = dict.fromkeys((fewest_rows(make),) if planned else (make().chunks.rows, fewest_rows(make)))
         rest = [choice.rows for choice in choices if choice.rows not in always]
         rows = [*always, *rest[: most - len(always)]]
-    found = []
     for wanted in sorted(set(rows), reverse=True):
         exact = [choice for choice in considered(make, wanted) if choice.rows == wanted]
         if not exact:
@@ -103,24 +107,29 @@ def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int) -
     return found
 
 
+def preferred(choice: Choice) -> int | None:
+    """Returns the rows that the plan must prefer. None: the choice is its own, with a first chunk."""
+    return None if choice.division.first_rows else choice.rows
+
+
 def of_d_input(choice: Choice) -> dict[str, Any] | None:
     """Returns how a choice divides d_input. The estimate chooses this too, not only the rows."""
     return None if choice.chunk.d_input is None else choice.chunk.d_input._asdict()
 
 
-def summary(rows: Sequence[dict[str, Any]], chosen_rows: int) -> str:
-    """Returns how far the choice of the plan, chunks of `chosen_rows` rows, is from the best of the rows measured."""
+def summary(rows: Sequence[dict[str, Any]], planned: Division) -> str:
+    """Returns how far the choice of the plan, `planned`, is from the best of the rows measured."""
     timed = [row for row in rows if row["status"] == "ok"]
-    chosen = next((row for row in timed if row["chunk_rows"] == chosen_rows), None)
+    chosen = next((row for row in timed if Division.of_row(row) == planned), None)
     if chosen is None:
-        return "the choice of the plan was not measured"
+        return f"the choice of the plan, {planned}, was not measured"
     best = min(timed, key=lambda row: row["ratio"])
     slower = 100 * (chosen["ratio"] / best["ratio"] - 1)
-    return f"the plan chooses {chosen['chunk_rows']} rows, {slower:.1f}% slower than the best, {best['chunk_rows']}"
+    return f"the plan chooses {planned}, {slower:.1f}% slower than the best, {Division.of_row(best)}"
 
 
 def rows_of(
-    item: Item, method: Method, choices: Sequence[Choice], chosen_rows: int, options: argparse.Namespace
+    item: Item, method: Method, choices: Sequence[Choice], options: argparse.Namespace
 ) -> list[tuple[Choice, dict[str, Any]]]:
     """Returns the choices of a shape and mode, each with the row that it will have, without what is measured."""
     common = linear_ce.row_of(item, method, options) | {
@@ -132,10 +141,10 @@ def rows_of(
         row = {
             **common,
             "chunk_rows": choice.rows,
+            "first_rows": choice.division.first_rows or None,
             "chunks": choice.chunks,
             "d_input": of_d_input(choice),
             "estimated_ms": choice.ms(),
-            "chosen": choice.rows == chosen_rows,
         }
         found.append((choice, row))
     return found
@@ -150,9 +159,9 @@ def programs_of(item: Item, method: Method, options: argparse.Namespace, file: r
         return explain(options.framework, x, w, budget_of(mode), method.name).plan
 
     choices = choices_of(make, options.rows, options.most)
-    rows = rows_of(item, method, choices, make().chunks.rows, options)
+    rows = rows_of(item, method, choices, options)
     return [
-        Program(shape, options.dtype, method.name, mode, choice.rows)
+        Program(shape, options.dtype, method.name, mode, preferred(choice))
         for choice, row in rows
         if not (options.resume and file.holds(row, "d_input"))
     ]
@@ -178,10 +187,9 @@ def sweep(
     if not choices:
         print(f"nothing to sweep: the path {make().path} of {method.name} does not choose chunk rows by cost")
         return 0, 0
-    chosen_rows = make().chunks.rows
     print(results.heading(), flush=True)
     failed, left = 0, 0
-    rows = rows_of(item, method, choices, chosen_rows, options)
+    rows = rows_of(item, method, choices, options)
     for choice, row in rows:
         if options.resume and file.holds(row, "d_input"):
             continue
@@ -189,20 +197,20 @@ def sweep(
             left += 1
             continue
         row |= dict.fromkeys(linear_ce.MEASURED)
-        own = replace(method, rows=choice.rows)
-        with preferring(choice.rows):
-            if make().chunks.rows != choice.rows:
-                raise AssertionError(f"the plan must have {choice.rows} rows")
+        own = replace(method, rows=preferred(choice))
+        with nullcontext() if own.rows is None else preferring(own.rows):
+            if Division.of_plan(make()) != choice.division:
+                raise AssertionError(f"the plan must have {choice.division}, not {Division.of_plan(make())}")
             row |= linear_ce.measure_safely(bench, problem, own, mode, options)
         row.pop("later", None)
         file.add(row)
-        print(results.line({**row, "method": f"{choice.rows} rows x {choice.chunks}"}), flush=True)
+        print(results.line({**row, "method": f"{choice.division} x {choice.chunks}"}), flush=True)
         failed += row["status"] == "failed"
         bench.release()
     same = ("shape", "dtype", "targets", "mode", "method", "code_hash")
     swept = [row for row in file.rows if row.get("chunk_rows") and results.same_measurement(row, rows[0][1], same)]
     if swept:
-        print(summary(swept, chosen_rows), flush=True)
+        print(summary(swept, Division.of_plan(make())), flush=True)
     return failed, left
 
 

@@ -38,6 +38,8 @@ from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
+from linear_ce.collectives import late_start
+from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import share_added_in_l2
 
 # A tile's steps are in parts. Between parts a quarter of the previous tile is stored, and a quarter of the old d_weight
@@ -58,7 +60,28 @@ def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def load_d_weight(x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED: gl.constexpr):
+def first_number(LATE: gl.constexpr, ROUNDS: gl.constexpr):
+    """Returns the first number of this program, for `tile_of`: a late one, of the last LATE, begins ROUNDS later."""
+    first = gl.program_id(0)
+    if ROUNDS > 0:
+        first += gl.where(first < gl.num_programs(0) - LATE, 0, ROUNDS * gl.num_programs(0))
+    return first
+
+
+@gluon.jit
+def tile_of(number, LATE: gl.constexpr, ROUNDS: gl.constexpr):
+    """Returns the tile of a number. A round has as many numbers as there are programs, and each of the first ROUNDS
+    has a tile for all but the last LATE of them."""
+    if ROUNDS > 0:
+        number -= LATE * gl.minimum(number // gl.num_programs(0), ROUNDS)
+    return number
+
+
+@gluon.jit
+def load_d_weight(
+    x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED: gl.constexpr, LATE: gl.constexpr,
+    ROUNDS: gl.constexpr,
+):  # fmt: skip
     """The loading warp. The blocks of D come first: e is read from memory once, and x stays in L2.
 
     A stage after each of the first LOADED parts holds a quarter of the old tile, where e would be.
@@ -75,7 +98,8 @@ def load_d_weight(x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, 
     stage = 0
     phase = 0
     if active > 0:
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        for number in range(first_number(LATE, ROUNDS), tiles + LATE * ROUNDS, gl.num_programs(0)):
+            tile = tile_of(number, LATE, ROUNDS)
             d, v = (tile % d_blocks) * (2 * HALF), (tile // d_blocks) * BLOCK_V
             for part in gl.static_range(PARTS):
                 for step in range(part * part_steps, steps if part == PARTS - 1 else (part + 1) * part_steps):
@@ -128,7 +152,7 @@ def store_d_weight(
 @gluon.jit
 def d_weight_warpgroup(
     d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS: gl.constexpr, LOADED: gl.constexpr,
-    WHICH: gl.constexpr,
+    LATE: gl.constexpr, ROUNDS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
@@ -148,7 +172,8 @@ def d_weight_warpgroup(
     FIRST: gl.constexpr = 2 if d_weight_desc.dtype == gl.float32 else 0
     done = (zeros, zeros) if FIRST > 0 else (zeros, zeros, zeros, zeros)
     if active > 0:
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        for number in range(first_number(LATE, ROUNDS), tiles + LATE * ROUNDS, gl.num_programs(0)):
+            tile = tile_of(number, LATE, ROUNDS)
             acc = gl.zeros([HALF, BLOCK_V], gl.float32, layout)
             old = ()
             for part in gl.static_range(PARTS):
@@ -209,7 +234,8 @@ def d_weight_warpgroup(
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_weight_kernel(
     x_desc, e_desc, d_weight_desc, count_ptr, start, least, rows, hidden, classes, STAGES: gl.constexpr,
-    ADDS: gl.constexpr, LOADED: gl.constexpr, HAS_POWER: gl.constexpr = False,
+    ADDS: gl.constexpr, LOADED: gl.constexpr, HAS_POWER: gl.constexpr = False, LATE: gl.constexpr = 0,
+    ROUNDS: gl.constexpr = 0,
 ):  # fmt: skip
     """Writes d_weight = e^T x, or with ADDS adds it: (33). With HAS_POWER e^T x is multiplied by `chunk_power`: (50).
 
@@ -225,6 +251,8 @@ def d_weight_kernel(
 
     A float32 d_weight, of either dtype of x, is all added to in L2: LOADED is 0. A thread has registers for half of the
     finished tile. The other half goes to shared memory at once, while the other warpgroup multiplies.
+
+    LATE and ROUNDS are those of a `collectives.LateStart`.
     """
     active = active_rows(count_ptr, start, least, rows)
     ring = make_ring(x_desc, e_desc, STAGES)
@@ -234,9 +262,15 @@ def d_weight_kernel(
         power = (count_ptr,)
     gl.warp_specialize(
         [
-            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, 0)),
-            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, 1)),
-            (load_d_weight, (x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED)),
+            (
+                d_weight_warpgroup,
+                (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, LATE, ROUNDS, 0),
+            ),
+            (
+                d_weight_warpgroup,
+                (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, LATE, ROUNDS, 1),
+            ),
+            (load_d_weight, (x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED, LATE, ROUNDS)),
         ],
         [4, 1],
         [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
@@ -244,16 +278,29 @@ def d_weight_kernel(
 
 
 def add_d_weight(
-    problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool, in_l2: bool
+    problem: Problem,
+    e: Tensor,
+    x: Tensor,
+    active: Active,
+    d_weight: Tensor,
+    *,
+    first: bool,
+    in_l2: bool,
+    sent: float = 0,
 ) -> None:
     """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. x (n, D or more). Without
-    `in_l2` all of a d_weight of 16 bits is added to in registers, so that totals are rounded once."""
+    `in_l2` all of a d_weight of 16 bits is added to in registers, so that totals are rounded once. `sent`: bytes that
+    this GPU sends meanwhile."""
     (n, classes), hidden, float32 = e.shape, problem.input.shape[1], d_weight.dtype == torch.float32
     loaded = 1 - share_added_in_l2(n, plan_of(problem).gpu) if in_l2 else 1
     step, half, block_v = tile_config.D_WEIGHT_STEP, tile_config.D_BLOCK // 2, tile_config.CLASS_BLOCK
+    tiles = cdiv(hidden, tile_config.D_BLOCK) * cdiv(classes, block_v)
+    programs = min(tiles, plan_of(problem).programs)
+    of_gpu = {"programs": programs, "coefficients": COEFFICIENTS[plan_of(problem).gpu, "torch"]}
+    late = late_start(sent, n, tiles, classes=block_v, **of_gpu)
     launch(
         d_weight_kernel,
-        (min(cdiv(hidden, tile_config.D_BLOCK) * cdiv(classes, block_v), plan_of(problem).programs),),
+        (programs,),
         Blocks(x if x.shape[1] == hidden else x[:, :hidden], (step, half), gluon=True),
         Blocks(e, (step, block_v), gluon=True),
         Blocks(d_weight, (block_v // 4, half), gluon=True),
@@ -265,6 +312,7 @@ def add_d_weight(
         ADDS=not first,
         LOADED=0 if first or float32 else round(4 * loaded),
         **({"HAS_POWER": True} if plan_of(problem).fits_float16 else {}),
+        **({"LATE": late.programs, "ROUNDS": late.rounds} if late.rounds else {}),
         num_warps=4,
     )
 

@@ -381,7 +381,9 @@ def _run(
             active = Active(count, start, int(first))
             for vocab_chunk in reversed(e.pieces(classes)):
                 of_piece = e.of(vocab_chunk)
-                _add_d_weight(problem, of_piece, chunk_x, scratch, active, d_weight, vocab_chunk, first=first)
+                to = d_weight, vocab_chunk
+                sent = 0.0 if reduced is None else reduced.sent
+                _add_d_weight(problem, of_piece, chunk_x, scratch, active, *to, first=first, sent=sent)
         if d_input is not None and reduced is not None and slices is not None:
             slices.put_sum(reduced, chunk, d_input)
         elif d_input is not None and reduced is not None:
@@ -647,13 +649,14 @@ def _add_d_weight(
     vocab_chunk: slice,
     *,
     first: bool,
+    sent: float = 0.0,
 ) -> None:
     """Adds e^T @ x to the vocabulary chunk of d_weight: (33) without the targets' terms. x (n, >= D) is already
-    multiplied by rho."""
+    multiplied by rho. `sent`: bytes that this GPU sends meanwhile."""
     if plan_of(problem).d_weight_kernel:
         arrays, overwrites = (e, x, active, d_weight.sum[vocab_chunk]), first and not d_weight.started
         if plan_of(problem).hopper:
-            hopper_gradients.add_d_weight(problem, *arrays, first=overwrites, in_l2=not first)
+            hopper_gradients.add_d_weight(problem, *arrays, first=overwrites, in_l2=not first, sent=sent)
         else:
             ampere_gradients.add_d_weight(problem, *arrays, first=overwrites)
         return

@@ -48,6 +48,7 @@ class ReducedRows(NamedTuple):
 
     part: Tensor  # (n, D)
     work: Any  # what `torch.distributed` returns, or None: the sum is there
+    sent: float  # bytes that each rank sends
 
 
 def of_own_classes(problem: Problem) -> Problem:
@@ -234,8 +235,9 @@ def start_sum(of_shard: ShardRows, part: Tensor) -> ReducedRows:
     shard = of_shard.problem.shard
     assert shard is not None
     if plan_of(of_shard.problem).batch_invariant:
-        return ReducedRows(vocab_shard.ordered_sum(part, shard.ranks, shard.group), None)
-    return ReducedRows(part, vocab_shard.start_all_sum(part, shard.group))
+        return ReducedRows(vocab_shard.ordered_sum(part, shard.ranks, shard.group), None, 0)
+    sent = 2 * (shard.ranks - 1) / shard.ranks * part.nbytes
+    return ReducedRows(part, vocab_shard.start_all_sum(part, shard.group), sent)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ or a part of one, whose partial tile, float32, goes to a slot in memory (`work_u
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +62,8 @@ from jax_pallas.input_grad import (
     work_unit_of,
 )
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
+from linear_ce.collectives import AT_ONCE, LateStart, late_start
+from linear_ce.cost_coefficients import COEFFICIENTS
 
 
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
@@ -92,6 +94,7 @@ class DWeightKernel:
         interpret: whether it runs in Pallas' interpreter, on a CPU.
         first: some of e is in d_weight. A piece of d_weight is written, and the scalars have its number of tiles. A
             float32 d_weight (V, D) is an array (V, 2D) of e's dtype, two of which are the bits of one number.
+        late: programs that begin late, and without how many tiles.
     """
 
     steps: int | None
@@ -106,6 +109,7 @@ class DWeightKernel:
     has_power: bool
     interpret: bool
     first: FirstChunk | None = None
+    late: LateStart = AT_ONCE
 
     @property
     def one_view(self) -> bool:
@@ -144,7 +148,8 @@ class DWeightProgram(NamedTuple):
 
     kernel: DWeightKernel
     program: Array
-    count: Array  # of its tiles: every `kernel.programs`-th, from number `program` on
+    first_round: Any  # of its tiles: 0, or `kernel.late.rounds`
+    count: Array  # of its tiles, one in each round
     warpgroup: Array
     scalar_ref: Any  # the pauses, the first row of x, and those of the next three that are not static
     first_class: Any
@@ -159,7 +164,10 @@ class DWeightProgram(NamedTuple):
     def tile_at(self, index: Any) -> tuple[Any, Any]:
         """Returns the first column of D and class; the blocks of D come first, so that e is read once and x stays in
         L2."""
-        tile = self.program + index * self.kernel.programs
+        late, number = self.kernel.late, self.first_round + index
+        tile = self.program + number * self.kernel.programs
+        if late.rounds:
+            tile -= late.programs * jnp.minimum(number, late.rounds)
         return lax.rem(tile, self.kernel.d_blocks) * D_BLOCK, lax.div(tile, self.kernel.d_blocks) * BLOCK_V
 
     def old_slot(self, index: Any, piece: int) -> Any:
@@ -336,10 +344,15 @@ def d_weight_kernel(kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: A
     old = PairRing(*views(of_old[0], interpret=kernel.interpret), *of_old[1:]) if of_old else None
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     tiles = kernel.tiles if kernel.first is None else scalar_ref[2 * PIECES + 2]
-    count = lax.div(tiles - program + kernel.programs - 1, kernel.programs)
+    late, first_round = kernel.late, 0
+    if late.rounds:
+        tiles += late.programs * late.rounds
+        first_round = jnp.where(program < kernel.programs - late.programs, 0, late.rounds)
+    count = lax.div(tiles - program + kernel.programs - 1, kernel.programs) - first_round
     own = DWeightProgram(
         kernel,
         program,
+        first_round,
         count,
         warpgroup,
         scalar_ref,
@@ -372,6 +385,8 @@ def add_d_weight(
     first_class: Array | None = None,
     power: Array | None = None,
     float32: bool = False,
+    sent: float = 0,
+    gpu: str = "h100",
     interpret: bool = False,
 ) -> Array:
     """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes: (33).
@@ -399,6 +414,8 @@ def add_d_weight(
         power: () float32, a factor of e^T @ x before it is rounded; None is 1.
         float32: the result is float32, and not of e's dtype. Then V is a multiple of 8 unless `vocab_axis` is 1, and
             all of each tile is added to `old` in L2.
+        sent: bytes that this GPU sends meanwhile.
+        gpu: with `sent` only: its name in `GPUS`.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     if e.shape[1] != padded(classes):
@@ -411,6 +428,8 @@ def add_d_weight(
         static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, float32,
         power is not None, interpret,
     )  # fmt: skip
+    of_gpu = {"programs": kernel.programs, "coefficients": COEFFICIENTS[gpu, "jax"]}
+    kernel = replace(kernel, late=late_start(sent, rows or len(e), kernel.tiles, classes=BLOCK_V, **of_gpu))
     offsets = [start] if first_class is None else [start, first_class]
     if starts is not None:
         offsets += [steps, int(starts)]

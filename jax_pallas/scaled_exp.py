@@ -589,18 +589,21 @@ def _add_gradients(
     if d_bias is not None:
         of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
         d_bias = d_bias + of_rows.sum(0)
-    total = None  # of d_input's rows over the devices that divide the vocabulary
+    total, sent = None, 0.0  # of d_input's rows over the devices that divide the vocabulary
     if held is not None and of_shard is not None:
         part = _part_of_d_input(problem, rows, chunk, e, rho)
         part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
         sums = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
-        total = sums(of_shard.problem.devices, part, ordered=plan_of(problem).batch_invariant)
+        devices = of_shard.problem.devices
+        total = sums(devices, part, ordered=plan_of(problem).batch_invariant)
         if waits:
             return carry._replace(held=vocab_shard.after_begin(x), waiting=(chunk, total))
+        sent = vocab_shard.sent_by_sum(devices, part, of_own=slices is not None)
         e = vocab_shard.after_begin(e)
     if d_weight is not None:
         started = smooth is not None or problem.grad_into is not None
-        d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, first=first, started=started)
+        beside = {"first": first, "started": started, "sent": sent}
+        d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, **beside)
         if power is not None and not plan_of(problem).d_weight_kernel:
             # XLA would compute the matmul of d_input before, so that the sums of both are in memory at the same time.
             d_weight, e = lax.optimization_barrier((d_weight, e))
@@ -653,9 +656,10 @@ def _add_d_weight(
     *,
     first: bool,
     started: bool = False,
+    sent: float = 0.0,
 ) -> Array:
     """Adds e^T x to d_weight, of rows of x already times rho: (33) without the targets' terms. The first chunk
-    overwrites it unless it has `started`."""
+    overwrites it unless it has `started`. `sent`: bytes that this GPU sends meanwhile."""
     axis = problem.vocab_axis
     plan = plan_of(problem)
     if plan.d_weight_kernel:
@@ -674,6 +678,8 @@ def _add_d_weight(
             starts=first if plan.d_weight_starts else None,
             power=power,
             float32=d_weight.dtype == jnp.float32,
+            sent=sent,
+            gpu=plan.gpu,
         )
     scaled, adds = Slice(start, chunk.size, None).of(x), started or not first
 

@@ -76,6 +76,12 @@ def sum_of_d_input(devices: Devices, d_input: Array, *, ordered: bool = False) -
     return sums(devices, d_input.astype(devices.reduce_dtype)).astype(jnp.float32)
 
 
+def sent_by_sum(devices: Devices, d_input: Array, *, of_own: bool) -> float:
+    """Returns the bytes that each device sends for `sum_of_d_input`, or with `of_own` for `own_sum_of_d_input`."""
+    size = d_input.size * jnp.dtype(devices.reduce_dtype).itemsize
+    return (1 if of_own else 2) * (devices.shards - 1) / devices.shards * size
+
+
 def all_sum(devices: Devices, array: Array) -> Array:
     """Returns the sum of an array over the devices that divide the vocabulary."""
     return lax.psum_p.bind(array, axes=devices.vocab_axes, axis_index_groups=None)

@@ -224,6 +224,10 @@ D_WEIGHT_CASES: list[dict[str, Any]] = [
     {"rows": 300, "d": 260, "classes": 523, "first": False, "capability": 90, "active": 129, "sum": torch.float32},
     {"rows": 20, "d": 4, "classes": 5, "first": False, "capability": 90, "sum": torch.float32, "dtype": torch.float16},
     {"rows": 70, "d": 136, "classes": 130, "first": False, "capability": 90, "active": 0, "sum": torch.float32},
+    # Two of four programs begin 3 or 5 rounds late, and one of three with 11 tiles after 5 rounds has one tile or none.
+    {"rows": 500, "d": 200, "classes": 1300, "first": False, "capability": 90, "programs": 4, "sent": 1.0},
+    {"rows": 300, "d": 200, "classes": 1300, "first": True, "capability": 90, "programs": 4, "sent": 1.0},
+    {"rows": 300, "d": 104, "classes": 2800, "first": True, "capability": 90, "programs": 3, "sent": 1.0},
 ]
 
 
@@ -239,7 +243,7 @@ def test_d_weight(case: dict[str, Any], late: bool) -> None:
     inputs = torch.empty(START + rows, d, dtype=dtype)
     plan = plan_for(inputs, w, classes, capability, grad_into=sum_dtype != dtype)
     if capability == 90:  # a program of the persistent kernel has several tiles
-        plan = replace(plan, gpu=case.get("gpu", plan.gpu), programs=2)
+        plan = replace(plan, gpu=case.get("gpu", plan.gpu), programs=case.get("programs", 2))
     assert plan.d_weight_kernel
     assert plan.fits_float16 == (power != 0)
     # NaN is in rows that are not active and from the last class on. In a first chunk without active rows one is
@@ -263,7 +267,7 @@ def test_d_weight(case: dict[str, Any], late: bool) -> None:
     wanted = stored[:computed, :classes].double().T @ x[:computed].double() * 2.0**power
     wanted += 0 if first else total[:classes].double()
     module = hopper_gradients if capability == 90 else ampere_gradients
-    adds = {"in_l2": case.get("in_l2", True)} if capability == 90 else {}
+    adds = {"in_l2": case.get("in_l2", True), "sent": case.get("sent", 0.0)} if capability == 90 else {}
     with mock.patch.object(module, "launch", runner(capability, late=late)):
         numbers = torch.tensor([[0, 0], [START + active, power]], dtype=torch.int32)
         count = Active(At(numbers, 1) if power else numbers[1, 0], START, int(first))

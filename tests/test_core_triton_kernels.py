@@ -491,13 +491,13 @@ def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
-@pytest.mark.parametrize("in_l2", [0, 0.5, 1])
-def test_d_weight_is_loaded_or_added_in_l2(in_l2: float) -> None:
+@pytest.mark.parametrize(("in_l2", "late"), [(0, {}), (0.5, {}), (1, {}), (0, {"LATE": 24, "ROUNDS": 9})])
+def test_d_weight_is_loaded_or_added_in_l2(in_l2: float, late: dict[str, int]) -> None:
     """Each warpgroup stores a tile's quarters at two places: under the next matmul, and after the last one."""
     found = [launch for launch in launches(90, "train") if launch.kernel is hopper_gradients.d_weight_kernel]
     adds = next(launch for launch in found if dict(launch.constexprs)["ADDS"])
     loaded = round(4 * (1 - in_l2))
-    launch = adds._replace(constexprs=tuple((dict(adds.constexprs) | {"LOADED": loaded}).items()))
+    launch = adds._replace(constexprs=tuple((dict(adds.constexprs) | {"LOADED": loaded} | late).items()))
     compiled = compile_launch(launch, 90)
     assert compiled.stack == 0
     assert_overlaps(launch)

@@ -32,6 +32,7 @@ from jax_pallas.tile_config import (
     padded,
     schedule_of,
 )
+from linear_ce import collectives
 
 ROUNDED = 2.0**-8 + 2e-6  # one rounding to bfloat16, and float32 sums in another order
 
@@ -136,6 +137,21 @@ def test_d_weight(name: str, in_l2: float | None, monkeypatch: pytest.MonkeyPatc
     close_sums(found[: sizes.classes], expected, in_l2 or 0)
     after = jnp.zeros_like(found) if old is None else old
     assert (found[sizes.classes :] == after[sizes.classes :]).all()
+
+
+@pytest.mark.parametrize("latency", [2e3, pytest.param(4e3, marks=SLOW), 20e3])
+def test_programs_that_begin_late_leave_tiles_to_others(latency: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six tiles four programs compute one or two, or the last two compute none."""
+    use_programs(monkeypatch, 4)
+    monkeypatch.setattr(collectives, "LATENCY_NS", latency)
+    sizes = HEADS["few steps"]
+    e, x, old = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.bfloat16(sizes.vocab, sizes.hidden, seed=2)
+    options: dict[str, Any] = {"vocab": sizes.vocab, "classes": sizes.classes, "vocab_axis": 0, "interpret": True}
+
+    def added(sent: float) -> Array:
+        return add_d_weight(e, x, sizes.start, **options, in_l2=0.5, old=old, sent=sent)
+
+    assert (added(1.0) == added(0.0)).all()
 
 
 @pytest.mark.parametrize(
