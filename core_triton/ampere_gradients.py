@@ -1,6 +1,6 @@
 """The two gradient matmuls of plan A with scaled exponentials for compute capability 8.x, in Triton's Gluon dialect.
 
-    d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`
+    d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`, `d_weight_of_old_kernel`
     d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`
 
 Both use the matmul of `ampere_common.py`. cuBLAS's kernels for sm_80 wait for the old tile of d_weight: on an H100 they
@@ -30,10 +30,10 @@ from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
 def d_weight_kernel(
     e_matrix, e_stride, x_matrix, x_stride, d_weight_ptr, count_ptr, start, least, rows, hidden, classes,
     ADDS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    HAS_POWER: gl.constexpr = False,
+    HAS_POWER: gl.constexpr = False, old_ptr=None,
 ):  # fmt: skip
     """Writes a tile of d_weight = e^T x, or with ADDS adds it, rounded once: (33). With HAS_POWER e^T x is multiplied
-    by `chunk_power`: (50).
+    by `chunk_power`: (50). With old_ptr it is added to old (V, D), and d_weight is overwritten.
 
     Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
     V), with steps of BLOCK_N rows. The other rows may be NaN, and so may e from its last class on. D is a multiple of
@@ -41,6 +41,9 @@ def d_weight_kernel(
     stays in L2.
     """
     active = active_rows(count_ptr, start, least, rows)
+    added_ptr = d_weight_ptr
+    if old_ptr is not None:
+        added_ptr = old_ptr
     d_blocks = gl.cdiv(hidden, BLOCK_D)
     v, d = (gl.program_id(0) // d_blocks) * BLOCK_V, (gl.program_id(0) % d_blocks) * BLOCK_D
     WIDTH: gl.constexpr = BLOCK_D // 4
@@ -48,7 +51,7 @@ def d_weight_kernel(
     if active > 0:
         read_later = ()
         if ADDS:  # All programs of a wave load their old tiles at the same time, and wait: `AMPERE_EXPOSED`.
-            read_later = (d_weight_ptr, hidden, v, d, classes, hidden)
+            read_later = (added_ptr, hidden, v, d, classes, hidden)
         acc = multiply_tile(
             e_matrix, e_stride, (), v, classes, x_matrix, x_stride, d, hidden, Steps(0, active), read_later,
             BLOCK_V, BLOCK_D, BLOCK_N, STAGES, False, True,
@@ -57,7 +60,7 @@ def d_weight_kernel(
         if ADDS:  # All quarters are loaded at once, to the registers that the operands of the matmul had.
             for i in gl.static_range(4):
                 pointers, inside = tile_pointers(
-                    d_weight_ptr, hidden, v, d + i * WIDTH, classes, hidden, BLOCK_V, WIDTH, by_quarter
+                    added_ptr, hidden, v, d + i * WIDTH, classes, hidden, BLOCK_V, WIDTH, by_quarter
                 )
                 old = old + (gl.load(pointers, mask=inside, other=0.0),)
         if HAS_POWER:
@@ -71,18 +74,41 @@ def d_weight_kernel(
             store_tile(d_weight_ptr, hidden, sums, v, d + i * WIDTH, classes, hidden)
 
 
-def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
-    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`."""
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "start", "least"])
+def d_weight_of_old_kernel(
+    e_matrix, e_stride, x_matrix, x_stride, old_ptr, d_weight_ptr, count_ptr, start, least, rows, hidden, classes,
+    ADDS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Writes a tile of d_weight = old + e^T x, for an old (V, D) that may have another dtype."""
+    d_weight_kernel(
+        e_matrix, e_stride, x_matrix, x_stride, d_weight_ptr, count_ptr, start, least, rows, hidden, classes,
+        ADDS, BLOCK_V, BLOCK_D, BLOCK_N, STAGES, False, old_ptr,
+    )  # fmt: skip
+
+
+def add_d_weight(
+    problem: Problem,
+    e: Tensor,
+    x: Tensor,
+    active: Active,
+    d_weight: Tensor,
+    *,
+    first: bool,
+    old: Tensor | None = None,
+) -> None:
+    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`. With `old` (K, D) writes
+    the sum of that and e^T x to d_weight."""
     (n, classes), hidden, plan = e.shape, problem.input.shape[1], plan_of(problem)
     tile = plan.ampere_tile
     assert tile is not None
     launch(
-        d_weight_kernel,
+        d_weight_kernel if old is None else d_weight_of_old_kernel,
         (cdiv(hidden, tile_config.D_BLOCK) * cdiv(classes, tile.block_v),),
         e,
         e.stride(0),
         x,
         x.stride(0),
+        *([] if old is None else [old]),
         d_weight,
         *active,
         n,

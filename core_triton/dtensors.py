@@ -28,13 +28,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from core_triton import vocab_shard
+from core_triton import ops, vocab_shard
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
+from core_triton.head_scatter import HeadScatter, sum_of_copies
+from core_triton.problem import Gradients
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 Gather = Literal["tokens", "head"]
 
 OF_HEAD = ("linear_weight", "linear_bias")
-SENT_BYTES = 2**27  # of a gradient of the head at a time
 OF_TOKENS = ("input", "target", "token_weight")  # and the arrays of a token loss
 
 
@@ -111,20 +113,23 @@ class Head(NamedTuple):
         """Returns the rows of the call, given those of this rank."""
         return own if self.gathered is None else _all_rows(own, self.gathered, self.rows)
 
-    def own_gradient(self, gradient: Tensor, rows: int) -> Tensor:
-        """Returns the gradient of this rank's `rows` rows, given that of its tokens and the rows of the call."""
-        groups = self.shared if self.gathered is None else (self.gathered, *self.shared)
-        ranks = math.prod(group.size() for group in groups) if self.mean else 1
+    def scatter(self, own: Tensor) -> HeadScatter | None:
+        """Returns how the gradient of the rows of the call is sent, if they are gathered, for this rank's rows."""
+        if self.gathered is None:
+            return None
+        return HeadScatter(self.gathered, self.rows, own, shared=self.shared, ranks=self._ranks())
 
-        def of_copies(part: Tensor) -> Tensor:
-            for group in self.shared:
-                vocab_shard.all_sum(part, group.group_name)
-            return part.div_(ranks) if self.mean else part
-
-        if self.gathered is not None:
-            return _own_rows(gradient, self.gathered, rows, of_copies)
+    def own_gradient(self, gradient: Tensor, scatter: HeadScatter | None) -> Tensor:
+        """Returns the gradient of this rank's rows, given that of its tokens and the rows of the call."""
+        if scatter is not None:
+            return scatter.send(gradient)
         part = gradient.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        return of_copies(part).to(gradient.dtype)
+        return sum_of_copies(part, self.shared, self._ranks(), torch.empty_like(part, dtype=gradient.dtype))
+
+    def _ranks(self) -> int:
+        """Returns what a sum over all ranks is divided by."""
+        groups = self.shared if self.gathered is None else (self.gathered, *self.shared)
+        return math.prod(group.size() for group in groups) if self.mean else 1
 
 
 class Form(NamedTuple):
@@ -358,6 +363,7 @@ class _LossOfGatheredHead(torch.autograd.Function):
     def forward(ctx: Any, call: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         function, local, head = call
         shards, needed = {"linear_weight": weight, "linear_bias": bias}, ctx.needs_input_grad[1:]
+        scatter = cast(HeadScatter, head.scatter(weight))
         with torch.enable_grad():
             arrays: dict[str, Any] = {"input": input.detach()}
             for name, shard in shards.items():
@@ -365,19 +371,25 @@ class _LossOfGatheredHead(torch.autograd.Function):
             for one, need in zip(arrays.values(), needed, strict=True):
                 if one is not None:
                     one.requires_grad_(need)
-            loss = _call(function, local | arrays)
+            with scatter.offered():
+                loss = _call(function, local | arrays)
             leaves = {name: one for name, one in arrays.items() if one is not None and one.requires_grad}
-            gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-        del arrays, leaves  # the head is not needed any more
+            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            gradients = dict(zip(leaves, found, strict=True))
+        loss = loss.detach()
+        del arrays, leaves, found, one  # the head is not needed any more
         for name, shard in shards.items():
-            if name in gradients:
-                gradients[name] = head.own_gradient(gradients[name], len(cast(Tensor, shard)))
+            if name == "linear_weight" and scatter.result is not None:
+                gradients[name] = scatter.result
+            elif name in gradients:
+                gradients[name] = head.own_gradient(gradients[name], head.scatter(cast(Tensor, shard)))
+        ctx.budget = local.get("memory_budget", DEFAULT_MEMORY_BUDGET)
         ctx.save_for_backward(*(gradients.get(name) for name in ("input", *OF_HEAD)))
-        return loss.detach()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *(None if one is None else (one * d_loss).to(one.dtype) for one in ctx.saved_tensors)
+        return None, *ops.scaled(Gradients(*ctx.saved_tensors), ops.Factors(d_loss, d_loss), ctx.budget)
 
 
 class _Head(torch.autograd.Function):
@@ -385,13 +397,13 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, head: Head) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.head, ctx.rows = head, len(own)
+        ctx.head, ctx.scatter = head, head.scatter(own)
         whole = head.whole(own)
         return own.view_as(own) if whole is own else whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.head.own_gradient(gradient, ctx.rows), None
+        return ctx.head.own_gradient(gradient, ctx.scatter), None
 
 
 def _of_sequence_parallel(given: dict[str, Any], gather: Gather | None) -> tuple[dict[str, Any], Form]:
@@ -459,34 +471,6 @@ def _all_rows(local: Tensor, group: "dist.ProcessGroup", rows: int) -> Tensor:
     if len(local) < most:
         local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])
     return vocab_shard.gather(local.contiguous(), group.size(), group.group_name)[:rows]
-
-
-def _own_rows(gradient: Tensor, group: "dist.ProcessGroup", rows: int, finish: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns this rank's `rows` rows of finish(sum of the ranks' gradients), in the gradients' dtype. They are added
-    in float32, some rows of each rank at a time: while these are sent, the next ones are cast."""
-    ranks = group.size()
-    most, own = -(-len(gradient) // ranks), gradient.new_empty(rows, *gradient.shape[1:])
-    if len(gradient) < ranks * most:
-        gradient = torch.cat([gradient, gradient.new_zeros(ranks * most - len(gradient), *gradient.shape[1:])])
-    by_rank = gradient.view(ranks, most, *gradient.shape[1:])
-    step = max(1, SENT_BYTES // (4 * ranks * max(by_rank[0, :1].numel(), 1)))
-    sent: list[tuple[int, Tensor, Any]] = []
-
-    def receive(start: int, part: Tensor, work: Any) -> None:
-        work.wait()
-        place = own[start : start + step]
-        place.copy_(finish(part)[: len(place)])
-
-    for start in range(0, most, step):
-        sent_rows = by_rank[:, start : start + step].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        part = sent_rows.new_empty(sent_rows.shape[1:])
-        work = dist.reduce_scatter_tensor(part, sent_rows.flatten(0, 1), group=group, async_op=True)
-        sent.append((start, part, work))
-        if len(sent) > 1:
-            receive(*sent.pop(0))
-    for one in sent:
-        receive(*one)
-    return own
 
 
 class _Summed(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """The two gradient matmuls of plan A with scaled exponentials for Hopper (sm_90), in Triton's Gluon dialect.
 
-    d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`
+    d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`, `d_weight_part_kernel`
     d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`
 
 Both compute transposed tiles, 128 columns of D by 256 of the other axis, because D of some models is a multiple of 128
@@ -38,7 +38,7 @@ from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
-from linear_ce.collectives import late_start
+from linear_ce.collectives import BLOCKS, late_start
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import share_added_in_l2
 
@@ -79,12 +79,13 @@ def tile_of(number, LATE: gl.constexpr, ROUNDS: gl.constexpr):
 
 @gluon.jit
 def load_d_weight(
-    x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED: gl.constexpr, LATE: gl.constexpr,
-    ROUNDS: gl.constexpr,
+    x_desc, e_desc, old_desc, ring, active, hidden, classes, of_shards, LOADED: gl.constexpr, OLD_LAST: gl.constexpr,
+    LATE: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
     """The loading warp. The blocks of D come first: e is read from memory once, and x stays in L2.
 
-    A stage after each of the first LOADED parts holds a quarter of the old tile, where e would be.
+    A stage after each of the first LOADED parts, or with OLD_LAST each of LOADED stages after the last part, holds a
+    quarter of the old tile, where e would be. `of_shards`: `class_of`.
     """
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
@@ -100,7 +101,7 @@ def load_d_weight(
     if active > 0:
         for number in range(first_number(LATE, ROUNDS), tiles + LATE * ROUNDS, gl.num_programs(0)):
             tile = tile_of(number, LATE, ROUNDS)
-            d, v = (tile % d_blocks) * (2 * HALF), (tile // d_blocks) * BLOCK_V
+            d, v = (tile % d_blocks) * (2 * HALF), class_of((tile // d_blocks) * BLOCK_V, of_shards)
             for part in gl.static_range(PARTS):
                 for step in range(part * part_steps, steps if part == PARTS - 1 else (part + 1) * part_steps):
                     k = step * BLOCK_N
@@ -111,21 +112,51 @@ def load_d_weight(
                     tma.async_copy_global_to_shared(x_desc, [k, d + HALF], bar, ring.a.index(2 * stage + 1))
                     tma.async_copy_global_to_shared(e_desc, [k, v], bar, ring.b.index(stage))
                     stage, phase = next_stage(stage, phase, STAGES)
-                if part < LOADED:
-                    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-                    bar = ring.full.index(stage)
-                    mbarrier.expect(bar, 2 * HALF * WIDTH * 2)
-                    old = old_quarters(ring.b, stage, d_weight_desc)
-                    tma.async_copy_global_to_shared(d_weight_desc, [v + part * WIDTH, d], bar, old.index(0))
-                    tma.async_copy_global_to_shared(d_weight_desc, [v + part * WIDTH, d + HALF], bar, old.index(1))
-                    stage, phase = next_stage(stage, phase, STAGES)
+                for i in gl.static_range(LOADED):
+                    if part == (PARTS - 1 if OLD_LAST else i):
+                        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+                        bar = ring.full.index(stage)
+                        mbarrier.expect(bar, 2 * HALF * WIDTH * 2)
+                        old = old_quarters(ring.b, stage, old_desc)
+                        tma.async_copy_global_to_shared(old_desc, [v + i * WIDTH, d], bar, old.index(0))
+                        tma.async_copy_global_to_shared(old_desc, [v + i * WIDTH, d + HALF], bar, old.index(1))
+                        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def old_quarters(e_ring, stage, d_weight_desc):
+def class_of(row, of_shards):
+    """Returns the class of a row of d_weight, or of a part of it with classes of several shards:
+    `d_weight_part_kernel`."""
+    if len(of_shards) > 0:
+        rank_rows, first, part_rows = of_shards
+        row = row // part_rows * rank_rows + first + row % part_rows
+    return row
+
+
+@gluon.jit
+def old_quarters(e_ring, stage, old_desc):
     """Returns a stage of e's ring as a quarter of the old tile of each warpgroup."""
-    shape: gl.constexpr = [2] + d_weight_desc.block_type.shape
-    return e_ring.index(stage)._reinterpret(e_ring.dtype, shape, d_weight_desc.layout)
+    shape: gl.constexpr = [2] + old_desc.block_type.shape
+    return e_ring.index(stage)._reinterpret(e_ring.dtype, shape, old_desc.layout)
+
+
+@gluon.jit
+def read_old_quarter(old_desc, ring, stage, phase, layout: gl.constexpr, WHICH: gl.constexpr):
+    """Waits for a quarter of the old tile, and returns it; its stage is free then."""
+    mbarrier.wait(ring.full.index(stage), phase)
+    old_quarter = old_quarters(ring.b, stage, old_desc).index(WHICH).permute((1, 0)).load(layout)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    return old_quarter
+
+
+@gluon.jit
+def add_old_quarter(sums, old_desc, ring, stage, phase, layout: gl.constexpr, WHICH: gl.constexpr):
+    """Returns the sums of a quarter with those of the old tile, and the stage and the phase after that."""
+    STAGES: gl.constexpr = ring.b.shape[0]
+    sums += read_old_quarter(old_desc, ring, stage, phase, layout, WHICH).to(gl.float32)
+    stage, phase = next_stage(stage, phase, STAGES)
+    return sums, stage, phase
 
 
 @gluon.jit
@@ -151,8 +182,8 @@ def store_d_weight(
 
 @gluon.jit
 def d_weight_warpgroup(
-    d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS: gl.constexpr, LOADED: gl.constexpr,
-    LATE: gl.constexpr, ROUNDS: gl.constexpr, WHICH: gl.constexpr,
+    old_desc, d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS: gl.constexpr, LOADED: gl.constexpr,
+    OLD_LAST: gl.constexpr, LATE: gl.constexpr, ROUNDS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
@@ -183,7 +214,7 @@ def d_weight_warpgroup(
                     acc = warpgroup_mma(x, ring.b.index(stage), acc, is_async=True)
                     acc = warpgroup_mma_wait(1, deps=[acc])
                     before = stage - 1
-                    if part > 0 and part <= LOADED:
+                    if part > 0 and part <= LOADED and not OLD_LAST:
                         before = gl.where(k == part * part_steps, stage - 2, before)  # past the old quarter
                     before = gl.where(before < 0, before + STAGES, before)
                     mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
@@ -198,32 +229,35 @@ def d_weight_warpgroup(
                     store_d_weight(
                         d_weight_desc, buffers, done[part], done_tile, d_blocks, WHICH, part, ADDS and part >= LOADED
                     )
-                    if part < LOADED:
-                        mbarrier.wait(ring.full.index(stage), phase)
-                        old_quarter = old_quarters(ring.b, stage, d_weight_desc).index(WHICH)
-                        old = old + (old_quarter.permute((1, 0)).load(quarter),)
-                        gl.thread_barrier()
-                        mbarrier.arrive(ring.empty.index(stage), count=1)
-                        stage, phase = next_stage(stage, phase, STAGES)
+                if part < LOADED and not OLD_LAST:
+                    old = old + (read_old_quarter(old_desc, ring, stage, phase, quarter, WHICH),)
+                    stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
             if len(power) > 0:
                 acc *= chunk_power(power[0])
             first, second, third, fourth = quarters(acc, quarter)
-            if LOADED > 0:
-                first += old[0].to(gl.float32)
-            if LOADED > 1:
-                second += old[1].to(gl.float32)
-            if LOADED > 2:
-                third += old[2].to(gl.float32)
-            if LOADED > 3:
-                fourth += old[3].to(gl.float32)
             dtype: gl.constexpr = d_weight_desc.dtype
             if FIRST > 0:
+                if OLD_LAST:  # each quarter is read when its sums are stored: there are no registers for all of them
+                    first, stage, phase = add_old_quarter(first, old_desc, ring, stage, phase, quarter, WHICH)
                 store_d_weight(d_weight_desc, buffers, first, tile, d_blocks, WHICH, 0, ADDS)
+                if OLD_LAST:
+                    second, stage, phase = add_old_quarter(second, old_desc, ring, stage, phase, quarter, WHICH)
                 store_d_weight(d_weight_desc, buffers, second, tile, d_blocks, WHICH, 1, ADDS)
+                if OLD_LAST:
+                    third, stage, phase = add_old_quarter(third, old_desc, ring, stage, phase, quarter, WHICH)
+                    fourth, stage, phase = add_old_quarter(fourth, old_desc, ring, stage, phase, quarter, WHICH)
                 done = (third, fourth)
             else:
+                if LOADED > 0:
+                    first += old[0].to(gl.float32)
+                if LOADED > 1:
+                    second += old[1].to(gl.float32)
+                if LOADED > 2:
+                    third += old[2].to(gl.float32)
+                if LOADED > 3:
+                    fourth += old[3].to(gl.float32)
                 done = (first.to(dtype), second.to(dtype), third.to(dtype), fourth.to(dtype))
             done_tile = tile
         for i in gl.static_range(FIRST, 4):
@@ -262,19 +296,21 @@ def d_weight_kernel(
         power = (count_ptr,)
     gl.warp_specialize(
         [
-            (
-                d_weight_warpgroup,
-                (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, LATE, ROUNDS, 0),
-            ),
-            (
-                d_weight_warpgroup,
-                (d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, LATE, ROUNDS, 1),
-            ),
-            (load_d_weight, (x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED, LATE, ROUNDS)),
+            (d_weight_warpgroup, (
+                d_weight_desc, d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, False, LATE,
+                ROUNDS, 0,
+            )),
+            (d_weight_warpgroup, (
+                d_weight_desc, d_weight_desc, ring, buffers, active, hidden, classes, power, ADDS, LOADED, False, LATE,
+                ROUNDS, 1,
+            )),
+            (load_d_weight, (
+                x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, (), LOADED, False, LATE, ROUNDS
+            )),
         ],
         [4, 1],
         [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def add_d_weight(
@@ -313,6 +349,79 @@ def add_d_weight(
         LOADED=0 if first or float32 else round(4 * loaded),
         **({"HAS_POWER": True} if plan_of(problem).fits_float16 else {}),
         **({"LATE": late.programs, "ROUNDS": late.rounds} if late.rounds else {}),
+        num_warps=4,
+    )
+
+
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "rank_rows", "first", "part_rows"])
+def d_weight_part_kernel(
+    x_desc, e_desc, old_desc, sum_desc, count_ptr, start, least, rows, hidden, sum_rows, rank_rows, first, part_rows,
+    STAGES: gl.constexpr, LOADED: gl.constexpr,
+):  # fmt: skip
+    """Writes old + e^T x of some classes of each of several shards of `rank_rows` classes: `first` and part_rows - 1
+    more. As `d_weight_kernel`, but sum (sum_rows, D) is float32 and has part_rows rows of each shard, a multiple of the
+    classes of a tile, and old (V, D) has 16 bits, or LOADED is 0 and there is none.
+
+    Classes past the last one have zeros. Rows past those of a shard have classes of the next one.
+
+    All quarters of the old tile are loaded, behind the last matmul of their tile. They wait in shared memory: a thread
+    has no registers for them beside the sums and half of the finished tile in float32.
+    """
+    active = active_rows(count_ptr, start, least, rows)
+    ring = make_ring(x_desc, e_desc, STAGES)
+    buffers = make_buffers(sum_desc)
+    of_shards = (rank_rows, first, part_rows)
+    gl.warp_specialize(
+        [
+            (d_weight_warpgroup, (
+                old_desc, sum_desc, ring, buffers, active, hidden, sum_rows, (), False, LOADED, LOADED > 0, 0, 0, 0
+            )),
+            (d_weight_warpgroup, (
+                old_desc, sum_desc, ring, buffers, active, hidden, sum_rows, (), False, LOADED, LOADED > 0, 0, 0, 1
+            )),
+            (load_d_weight, (
+                x_desc, e_desc, old_desc, ring, active, hidden, sum_rows, of_shards, LOADED, LOADED > 0, 0, 0
+            )),
+        ],
+        [4, 1],
+        [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
+    )  # fmt: skip
+
+
+def write_part(
+    problem: Problem,
+    e: Tensor,
+    x: Tensor,
+    active: Active,
+    old: Tensor | None,
+    sums: Tensor,
+    *,
+    rank_rows: int,
+    first: int,
+    beside: bool,
+) -> None:
+    """Launches `d_weight_part_kernel`: writes sums (shards, part_rows, D) float32. e (n, K), x (n, D or more), old
+    (K, D) or None. `beside`: a collective that takes as long holds some multiprocessors."""
+    (shards, part_rows, hidden), block_v, half = sums.shape, tile_config.CLASS_BLOCK, tile_config.D_BLOCK // 2
+    step, block = tile_config.D_WEIGHT_STEP, (block_v // 4, half)
+    assert part_rows % block_v == 0
+    programs = plan_of(problem).programs - BLOCKS * beside
+    launch(
+        d_weight_part_kernel,
+        (max(1, min(cdiv(hidden, tile_config.D_BLOCK) * shards * part_rows // block_v, programs)),),
+        Blocks(x if x.shape[1] == hidden else x[:, :hidden], (step, half), gluon=True),
+        Blocks(e, (step, block_v), gluon=True),
+        Blocks(sums.flatten(0, 1) if old is None else old, block, gluon=True),
+        Blocks(sums.flatten(0, 1), block, gluon=True),
+        *active,
+        len(x),
+        hidden,
+        shards * part_rows,
+        rank_rows,
+        first,
+        part_rows,
+        STAGES=tile_config.D_WEIGHT_FLOAT32_STAGES,
+        LOADED=0 if old is None else 4,
         num_warps=4,
     )
 

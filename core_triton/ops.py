@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import chunked, ranges, row_math
+from core_triton import chunked, head_scatter, ranges, row_math
 from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
+from core_triton.head_scatter import HeadScatter
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, layout_of_input, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
@@ -144,7 +145,7 @@ class LossAndGradients(torch.autograd.Function):
         arrays, weights, options, statistics, reduce, needs_grad, grad_into = call
         ctx.adds = AddsOnce(grad_into)
         if is_eager(arrays) or grad_into is not None:
-            found, gradients, scales = run_loss_and_gradients(*call)
+            found, gradients, scales = run_loss_and_gradients(*call, head_scatter.offered())
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.linear_ce.loss_and_gradients(
@@ -379,23 +380,24 @@ def run_loss_and_gradients(
     reduce: bool,
     needs_grad: NeedsGrad,
     grad_into: Tensor | None = None,
+    scatter: HeadScatter | None = None,
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the losses, the gradients of the sum of the rows' losses, and the scales of the gradients.
 
-    For float16 the gradients are multiplied by powers of two. The scales (2,) are those of d_input and of the head's
-    gradients. They are None for other dtypes, and with `grad_into`, whose gradients are final.
+    With `scatter` d_weight is None if it was sent. For float16 the gradients are multiplied by powers of two. The
+    scales (2,) are those of d_input and of the head's gradients. They are None for other dtypes, and with `grad_into`,
+    whose gradients are final.
     """
 
     def run() -> tuple[Any, ...]:
         row_weight = compute_row_weights(arrays, weights, options)
-        loss, found, gradients, scales = plan_a(
-            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=reduce, grad_into=grad_into
-        )
+        given: dict[str, Any] = {"statistics": statistics, "reduce": reduce, "grad_into": grad_into, "scatter": scatter}
+        loss, found, gradients, scales = plan_a(arrays, options, row_weight, needs_grad, **given)
         kept = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
         return *kept, *gradients, scales
 
     key = "loss_and_gradients", needs_grad, statistics, reduce
-    results = _recorded(key, arrays, weights, options, run, grad_into)
+    results = run() if scatter is not None else _recorded(key, arrays, weights, options, run, grad_into)
     return Losses(*results[:-4]), Gradients(*results[-4:-1]), results[-1]
 
 
@@ -409,6 +411,7 @@ def plan_a(
     reduce: bool,
     hook: TokenHook | None = None,
     grad_into: Tensor | None = None,
+    scatter: HeadScatter | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients, Tensor | None]:
     """Runs plan A. Returns the loss, () with `reduce`, the statistics, the gradients and their scales.
 
@@ -450,7 +453,7 @@ def plan_a(
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, gradients = _scaled_exp(
-                problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, scales=scales
+                problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, scales=scales, scatter=scatter
             )
         else:
             loss, found, gradients = chunked.loss_and_gradients(

@@ -23,6 +23,8 @@ written yet (`StoredExponentials`). Its d_input is computed before its d_weight.
 At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, for
 bfloat16 and float16. It stores only the sums.
 
+Where ranks gathered the head, the last chunk's d_weight is sent to them in parts: `d_weight_parts.py`.
+
 Where the ranks of a process group have shards of the vocabulary, they exchange the sums before a chunk's factors, and
 their parts of d_input after its matmul: `shard_rows.py`. If they have different tokens, they gather them a chunk ahead:
 `token_slices.py`.
@@ -41,6 +43,7 @@ from torch import Tensor
 from core_triton import (
     ampere_gradients,
     ampere_logits,
+    d_weight_parts,
     float16,
     hopper_gradients,
     hopper_logits,
@@ -57,6 +60,7 @@ from core_triton import (
 )
 from core_triton.first_chunk import StoredExponentials, Stores
 from core_triton.head_copy import head_of
+from core_triton.head_scatter import HeadScatter
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.packed_rows import ChunkNumbers, PackedRows, half_tiles, pack_rows
@@ -89,6 +93,7 @@ def scaled_exp(
     hook: TokenHook | None = None,
     d_input: Tensor | None = None,
     scales: Tensor | None = None,
+    scatter: HeadScatter | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
@@ -101,6 +106,7 @@ def scaled_exp(
         hook: a token loss in place of the cross-entropy, for plan A without class weights and z-loss.
         d_input: where d_input is written, if not to a new tensor.
         scales: (2,) powers of two that d_input and the gradients of the head are multiplied by, for float16.
+        scatter: sends d_weight in parts, if it can. Then there is no d_weight, and the head is overwritten.
 
     Returns:
         The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with those of
@@ -116,6 +122,7 @@ def scaled_exp(
             hook=hook,
             d_input=d_input,
             scales=scales,
+            scatter=scatter,
         )[1:]
 
 
@@ -226,6 +233,7 @@ def _run(
     saved_e: Tensor | None = None,
     unit_scale: Tensor | None = None,
     scales: Tensor | None = None,
+    scatter: HeadScatter | None = None,
 ) -> tuple[PackedRows, Tensor, RowStatistics, Gradients]:
     """Runs `scaled_exp`. The exponentials of all rows go to `saved_e` (N, padded K) if that is not None. Then, or with
     `unit_scale` (N,), which gets the powers of two that d_input of float16 is divided by, rows are saved."""
@@ -287,15 +295,19 @@ def _run(
         gradient_rows = rows._replace(loss_out=unused, lse_out=unused, target_logit_out=unused, top_out=None)
     waiting = None  # the sum of d_input of a chunk, without d_weight: it ends beside the logits of the next one
     chunks = config.chunks(tokens)
+    if d_weight is None or not d_weight_parts.can_send(scatter, problem, tokens):
+        scatter = None
     for chunk in reversed(chunks):
         n, start, first = chunk.stop - chunk.start, chunk.start, chunk is chunks[-1]
+        sends = scatter is not None and chunk is chunks[0]
         gathered = None if slices is None else slices.next(chunk)
         of_input, source = (problem, rows) if gathered is None else gathered[:2]
         in_pieces = config.first_rows > 0 and first
+        d_input_first = in_pieces or sends
         chunk_x = held[chunk] if plan.holds_rows else held[:n]
-        if plan.holds_rows and in_pieces:  # its d_input is written before its d_weight
+        if plan.holds_rows and d_input_first:
             chunk_x = x.new_empty((n, hidden))
-        if not plan.holds_rows or in_pieces:
+        if not plan.holds_rows or d_input_first:
             packed_rows.pick(of_input, source, start, n, chunk_x[:, :hidden], places=shard is None)
         if problem.spec.splits_head:  # a row again for the second half of the head
             chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]
@@ -306,7 +318,7 @@ def _run(
         elif stored is not None:
             e = StoredExponentials(stored[:n, :classes] if saved_e is None else stored[chunk, :classes])
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
-        least = int(first or saved_e is not None)
+        least = int(first or sends or saved_e is not None)
         if (d_weight is not None or saved_e is not None) and not plan.d_weight_kernel:
             least = n
         active = Active(source.count, start, least)
@@ -373,11 +385,17 @@ def _run(
             _store_d_input(problem, config, source, chunk, e, scratch, part[:n], place, smooth)
             start_sum = partial(shard_rows.start_sum, of_shard) if slices is None else slices.start_sum
             reduced = start_sum(part[:n])
-        elif d_input is not None and in_pieces:
+        elif d_input is not None and d_input_first:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
         if slices is not None and gathered is not None:
             slices.place_after(gathered)
-        if d_weight is not None:
+        if d_weight is not None and scatter is not None and sends:
+            active, old = Active(count, start, 1), None if first else d_weight.sum
+            add = partial(_add_d_weight, problem, scratch=scratch, active=active, x=chunk_x, first=first)
+            last = d_weight_parts.LastChunk(e.first, chunk_x, active, old, add)
+            d_weight_parts.send(scatter, problem, rows, last, smoothing)
+            d_weight = None
+        elif d_weight is not None:
             active = Active(count, start, int(first))
             for vocab_chunk in reversed(e.pieces(classes)):
                 of_piece = e.of(vocab_chunk)
@@ -391,7 +409,7 @@ def _run(
             if d_weight is not None:
                 shard_rows.put_sum(*waiting, d_input)
                 waiting = None
-        elif d_input is not None and not in_pieces:
+        elif d_input is not None and not d_input_first:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
         del e, reduced
     if waiting is not None:

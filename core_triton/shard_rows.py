@@ -235,8 +235,8 @@ def start_sum(of_shard: ShardRows, part: Tensor) -> ReducedRows:
     shard = of_shard.problem.shard
     assert shard is not None
     if plan_of(of_shard.problem).batch_invariant:
-        return ReducedRows(vocab_shard.ordered_sum(part, shard.ranks, shard.group), None, 0)
-    sent = 2 * (shard.ranks - 1) / shard.ranks * part.nbytes
+        return ReducedRows(vocab_shard.ordered_sum(part, shard.ranks, shard.group), None, 0.0)
+    sent = vocab_shard.sent_by_sum(shard, part, of_own=False)
     return ReducedRows(part, vocab_shard.start_all_sum(part, shard.group), sent)
 
 

@@ -128,18 +128,23 @@ class Smoothing:
 
     def start_head(self, d_weight: ClassSum) -> None:
         """Writes the terms of all classes to d_weight, or adds them if it has begun."""
-        _add_outer(d_weight.sum, self.class_weight, self._row_sum(), self._head_factor(), writes=not d_weight.started)
+        _add_outer(d_weight.sum, self.class_weight, self.row_sum(), self._head_factor(), writes=not d_weight.started)
         d_weight.started = True
 
     def add_to_head(self, d_weight: ClassSum | None, d_bias: Tensor | None) -> None:
         """Adds the terms of all classes to d_bias (K,), and to d_weight unless `start_head` did."""
         if d_weight is not None and not plan_of(self.problem).fits_float16:
-            _add_outer(d_weight.sum, self.class_weight, self._row_sum(), self._head_factor())
+            _add_outer(d_weight.sum, self.class_weight, self.row_sum(), self._head_factor())
         if d_bias is not None:
             row = self._scaled(self.problem.row_weight.sum()[None])
             _add_outer(d_bias[:, None], self.class_weight, row, self._head_factor())
 
-    def _row_sum(self) -> Tensor:
+    def add_to_classes(self, d_weight: Tensor, classes: slice, row: Tensor) -> None:
+        """Adds the terms of some classes to their rows (k, D) of d_weight, given `row_sum`."""
+        weight = None if self.class_weight is None else self.class_weight[classes]
+        _add_outer(d_weight, weight, row, self._head_factor())
+
+    def row_sum(self) -> Tensor:
         """Returns the sum of the rows of the input, each times its row weight, (D,) float32, times the scale."""
         x, row_weight, shard = self.problem.input, self.problem.row_weight, self.problem.shard
         if shard is None or not shard.tokens:

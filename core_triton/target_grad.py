@@ -10,6 +10,8 @@ from torch import Tensor
 
 from core_triton.launch import cdiv, column_block, launch
 
+FEW, MANY, SPLIT = 2, 32, 8  # of `target_rows_kernel`
+
 SEGMENT = 2**13  # rows that are sorted by comparing all pairs; the sorted segments are merged by bisection
 
 
@@ -158,6 +160,33 @@ def add_target_rows(
 
 
 @triton.jit
+def add_run(
+    target_ptr, row_ptr, theta_ptr, count, input_ptr, d_weight_ptr, d_bias_ptr, position, column, hidden, classes,
+    input_stride, input_stride_d, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FEW: tl.constexpr,
+    MANY: tl.constexpr, SPLIT: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Does what the program at `position` does for BLOCK_D columns: `target_rows_kernel`."""
+    target = tl.load(target_ptr + position)
+    before = position - 1 - tl.arange(0, SPLIT)
+    equal = tl.load(target_ptr + before, mask=before >= 0, other=-1) == target
+    offset = tl.sum(equal.to(tl.int32), 0)  # within the run, as far as SPLIT
+    if (target < classes) & (offset < SPLIT):
+        first = position - offset
+        last = first + MANY - 1
+        if tl.load(target_ptr + last, mask=last < count, other=-1) == target:
+            add_target_rows(
+                target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target,
+                column + offset * (BLOCK_D // SPLIT), hidden, input_stride, input_stride_d, HAS_WEIGHT, HAS_BIAS,
+                MANY, BLOCK_D // SPLIT,
+            )  # fmt: skip
+        elif offset == 0:
+            add_target_rows(
+                target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target,
+                column, hidden, input_stride, input_stride_d, HAS_WEIGHT, HAS_BIAS, FEW, BLOCK_D,
+            )  # fmt: skip
+
+
+@triton.jit
 def target_rows_kernel(
     target_ptr,
     row_ptr,
@@ -187,24 +216,10 @@ def target_rows_kernel(
     position, column = tl.program_id(0), tl.program_id(1) * BLOCK_D
     count = tl.load(count_ptr)
     if position < count:
-        target = tl.load(target_ptr + position)
-        before = position - 1 - tl.arange(0, SPLIT)
-        equal = tl.load(target_ptr + before, mask=before >= 0, other=-1) == target
-        offset = tl.sum(equal.to(tl.int32), 0)  # within the run, as far as SPLIT
-        if (target < classes) & (offset < SPLIT):
-            first = position - offset
-            last = first + MANY - 1
-            if tl.load(target_ptr + last, mask=last < count, other=-1) == target:
-                add_target_rows(
-                    target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target,
-                    column + offset * (BLOCK_D // SPLIT), hidden, input_stride, input_stride_d, HAS_WEIGHT, HAS_BIAS,
-                    MANY, BLOCK_D // SPLIT,
-                )  # fmt: skip
-            elif offset == 0:
-                add_target_rows(
-                    target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target,
-                    column, hidden, input_stride, input_stride_d, HAS_WEIGHT, HAS_BIAS, FEW, BLOCK_D,
-                )  # fmt: skip
+        add_run(
+            target_ptr, row_ptr, theta_ptr, count, input_ptr, d_weight_ptr, d_bias_ptr, position, column, hidden,
+            classes, input_stride, input_stride_d, HAS_WEIGHT, HAS_BIAS, FEW, MANY, SPLIT, BLOCK_D,
+        )  # fmt: skip
 
 
 def add_targets(
@@ -236,9 +251,9 @@ def add_targets(
         *x.stride(),
         HAS_WEIGHT=d_weight is not None,
         HAS_BIAS=d_bias is not None,
-        FEW=2,
-        MANY=32,
-        SPLIT=8,
+        FEW=FEW,
+        MANY=MANY,
+        SPLIT=SPLIT,
         BLOCK_D=block,
         num_warps=4,
     )

@@ -88,6 +88,12 @@ def sum_of_d_input(shard: VocabShard, d_input: Tensor) -> Tensor:
     return all_sum(d_input.to(shard.dtype), shard.group).float()
 
 
+def sent_by_sum(shard: VocabShard, d_input: Tensor, *, of_own: bool) -> float:
+    """Returns the bytes that each rank sends for the sum of d_input over all shards, or with `of_own` for that of this
+    rank's rows."""
+    return (1 if of_own else 2) * (shard.ranks - 1) / shard.ranks * d_input.nbytes
+
+
 def all_sum(tensor: Tensor, group: str) -> Tensor:
     """Returns the sum of a contiguous tensor over the ranks of a group, which it may overwrite."""
     if torch.compiler.is_compiling():

@@ -765,24 +765,24 @@ def _as_rows(arrays: Sequence[Any], axes: Sequence[Any], size: int) -> Arrays:
     return tuple(flat(array, axis) for array, axis in zip(arrays, axes, strict=True))
 
 
-def places_of_call(options: Options, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _places(options: Options, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The `places` of the arrays of a call."""
     shared = (1, 4) if options.has_bias else (1,)
     return shared, (*shared, options.count - 1) if options.has_grad_into else shared
 
 
 def _places_of_token_loss(token: TokenOptions, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shared, of_head = places_of_call(token.options, count)
+    shared, of_head = _places(token.options, count)
     return (*shared, *range(token.options.count + token.per_token, count)), of_head
 
 
 loss_and_gradients = on_devices(
     differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch)),
     _loss_and_gradients,
-    places_of_call,
+    _places,
 )
-row_losses = on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, places_of_call)
-log_probs = on_devices(operator_of_rows("linear_ce_log_probs", log_probs_rule), log_probs_rule, places_of_call)
+row_losses = on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places)
+log_probs = on_devices(operator_of_rows("linear_ce_log_probs", log_probs_rule), log_probs_rule, _places)
 token_loss_and_gradients = on_devices(
     differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch), _token_loss, _places_of_token_loss
 )

@@ -328,9 +328,5 @@ def _saved_gradients(
     return d_head._replace(d_input=d_input)
 
 
-row_losses = ops.on_devices(
-    ops.operator_of_rows("linear_ce_saved_row_losses", _row_losses), _row_losses, ops.places_of_call
-)
-log_probs = ops.on_devices(
-    ops.operator_of_rows("linear_ce_saved_log_probs", _log_probs), _log_probs, ops.places_of_call
-)
+row_losses = ops.on_devices(ops.operator_of_rows("linear_ce_saved_row_losses", _row_losses), _row_losses, ops._places)
+log_probs = ops.on_devices(ops.operator_of_rows("linear_ce_saved_log_probs", _log_probs), _log_probs, ops._places)

@@ -1,5 +1,6 @@
 """Checks of calls on DTensors, which `torch_ranks.py` runs on all of its ranks."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -14,12 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 import core_triton
-from core_triton import dtensors, token_losses
+from core_triton import head_scatter, token_losses
 from core_triton.parallel import VocabParallel
 
 TOKENS, HIDDEN, CLASSES = 45, 16, 101  # none is a multiple of the ranks
 BUDGET = 44_000  # several chunks of the tokens
-dtensors.SENT_BYTES = 3_000  # several parts of a gradient of the head
+ON_GPUS = sys.argv[2:3] == ["gpu"]
+head_scatter.PROGRAMS, head_scatter.BLOCK_V = 1, 256 if ON_GPUS else 4  # several parts of a gradient of the head
 
 Arrays = dict[str, Tensor]
 

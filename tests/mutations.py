@@ -162,6 +162,7 @@ TRITON_KERNELS = (
     Mutation("core_triton/hopper_gradients.py", "FIRST + part - 1, ADDS", "FIRST, ADDS", D_WEIGHT),
     Mutation("core_triton/hopper_gradients.py", "first, tile, d_blocks", "first, done_tile, d_blocks", D_WEIGHT),
     Mutation("core_triton/hopper_gradients.py", "tma.store_wait(1)", "tma.store_wait(3)", D_WEIGHT),
+    Mutation("core_triton/hopper_gradients.py", "* rank_rows + first + row", "* rank_rows + row", D_WEIGHT),
     Mutation("core_triton/hopper_gradients.py", "LOADED=0 if first or float32", "LOADED=0 if first", D_WEIGHT),
     Mutation(
         "core_triton/ops.py",
@@ -612,6 +613,11 @@ SCALE = (
     ),
     Mutation("core_triton/arguments.py", '"saved_budget": found.saved_budget,', "", TORCH_RANKS),
     Mutation("core_triton/token_slices.py", "tl.where(other < rank, of_other, 0)", "0", RANKS_BY_KERNELS),
+    Mutation("core_triton/d_weight_parts.py", "[:, None]) & counted", "[:, None])", RANKS_BY_KERNELS),
+    Mutation("core_triton/d_weight_parts.py", "sizes[-1], scatter.step)", "scatter.step, sizes[-1])", RANKS_BY_KERNELS),
+    Mutation(
+        "core_triton/scaled_exp.py", "d_input_first = in_pieces or sends", "d_input_first = in_pieces", RANKS_BY_KERNELS
+    ),
     Mutation("core_triton/token_slices.py", "min(2 * self.slice_rows, tokens)", "tokens", RANKS_BY_KERNELS),
     Mutation("core_triton/token_slices.py", "ranks * begin + count, mask", "ranks * begin, mask", RANKS_BY_KERNELS),
     Mutation("core_triton/smoothing.py", "vocab_shard.all_sum(own, shard.group)", "own", RANKS_BY_KERNELS),
@@ -631,8 +637,8 @@ SCALE = (
         "core_triton/dtensors.py", "_Summed.apply(one / ranks, groups)", "_Summed.apply(one, groups)", TORCH_RANKS
     ),
     Mutation("core_triton/dtensors.py", "(correct / count.clamp(min=1))", "found.accuracy", TORCH_RANKS),
-    Mutation("core_triton/dtensors.py", "own[start : start + step]", "own[:step]", TORCH_RANKS),
-    Mutation("core_triton/dtensors.py", "part.div_(ranks) if self.mean", "part if self.mean", TORCH_RANKS),
+    Mutation("core_triton/head_scatter.py", "self.result[part]", "self.result[: part.stop]", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", "in groups) if self.mean", "in groups) if False", TORCH_RANKS),
     Mutation(
         "core_triton/dtensors.py", "for name in OF_HEAD if classes < rows else ():", "for name in ():", TORCH_RANKS
     ),
@@ -672,7 +678,7 @@ SCALE = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "total = sums(of_shard.problem.devices, part, ordered=plan_of(problem).batch_invariant)",
+        "total = sums(devices, part, ordered=plan_of(problem).batch_invariant)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
@@ -891,14 +897,14 @@ HEAD_FLOAT32 = (
     ),
     Mutation("jax_pallas/kernels.py", "else halves_of(w):", "else halves_of(w)[:1]:", JAX_SPLIT),
     Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),
-    Mutation("jax_pallas/scaled_exp.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
+    Mutation("jax_pallas/head_rows.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
     Mutation(
-        "jax_pallas/scaled_exp.py",
+        "jax_pallas/head_rows.py",
         "return total + float32_matmul(part, low, (1, axis)), None",
         "return total, None",
         JAX_SPLIT,
     ),
-    Mutation("jax_pallas/scaled_exp.py", "picked if problem.spec.splits_head else", "", JAX_SPLIT),
+    Mutation("jax_pallas/head_rows.py", "picked if problem.spec.splits_head else", "", JAX_SPLIT),
     Mutation("jax_pallas/tile_config.py", "* block_v)\n\n    def config", ")\n\n    def config", JAX_SPLIT),
     Mutation("jax_pallas/hopper_tiles.py", "STEP) if repeats else k", "STEP) if False else k", SPLIT_TILES),
     Mutation(
@@ -1214,8 +1220,13 @@ FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_la
 OF_FLOAT16 = tests("chunk_cost", "first_chunk_of_float16")
 FIRST_CHUNK = (
     Mutation("core_triton/scaled_exp.py", "in reversed(e.pieces(classes))", "in e.pieces(classes)", IN_PIECES),
-    Mutation("core_triton/scaled_exp.py", "if d_input is not None and in_pieces:", "if False:", IN_PIECES),
-    Mutation("core_triton/scaled_exp.py", "if not plan.holds_rows or in_pieces:", "if not plan.holds_rows:", IN_PIECES),
+    Mutation("core_triton/scaled_exp.py", "if d_input is not None and d_input_first:", "if False:", IN_PIECES),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "if not plan.holds_rows or d_input_first:",
+        "if not plan.holds_rows:",
+        IN_PIECES,
+    ),
     Mutation(
         "core_triton/first_chunk.py", "self.others[place - 1, :n, within]", "self.others[0, :n, within]", IN_PIECES
     ),

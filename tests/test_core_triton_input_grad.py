@@ -282,6 +282,55 @@ def test_d_weight(case: dict[str, Any], late: bool) -> None:
     assert (total[classes:] == 7).all(), "rows of padding are written"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_ampere_adds_a_sum_of_16_bits_to_float32(late: bool) -> None:
+    rows, d, classes = 70, 136, 130
+    generator = torch.Generator().manual_seed(0)
+    sizes = (classes, d), (rows, padded(classes)), (rows, d)
+    old, e, x = (torch.randn(*size, generator=generator).bfloat16() for size in sizes)
+    plan, unused = plan_for(x, old, classes, 80), x[:, 0]
+    problem = Problem(x, old, None, unused, unused, None, LossSpec("sum"), classes, plan=plan)
+    sums = torch.full((classes, d), torch.nan)
+    with mock.patch.object(ampere_gradients, "launch", runner(80, late=late)):
+        count = Active(torch.tensor(rows, dtype=torch.int32), 0, 1)
+        ampere_gradients.add_d_weight(problem, e[:, :classes], x, count, sums, first=False, old=old)
+    wanted = old.double() + e[:, :classes].double().T @ x.double()
+    torch.testing.assert_close(sums.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "first", "active"), [(200, False, 193), (70, True, 70), (70, False, 0), (20, False, 20)]
+)
+def test_part_of_d_weight(rows: int, first: bool, active: int, late: bool) -> None:
+    """A part has the last classes of two shards of 301, of which 590 are classes. Old sums past them are NaN."""
+    d, classes, rank_rows, begin, part_rows = 136, 590, 301, 40, 512
+    generator = torch.Generator().manual_seed(0)
+    w = head(classes, d, transposed=False, generator=generator).to(torch.bfloat16)
+    inputs = torch.empty(START + rows, d, dtype=torch.bfloat16)
+    plan = replace(plan_for(inputs, w, classes, 90), programs=3)
+    computed = max(active, 1)
+    stored = torch.full((rows, padded(classes)), torch.nan, dtype=torch.bfloat16)
+    stored[:computed, :classes] = torch.rand(computed, classes, generator=generator)
+    x = torch.full((rows, d), torch.nan, dtype=torch.bfloat16)
+    x[:computed] = torch.randn(computed, d, generator=generator) if active > 0 else 0
+    stored[computed : -(-computed // tile_config.D_WEIGHT_STEP) * tile_config.D_WEIGHT_STEP, :classes] = 3
+    x[computed : -(-computed // tile_config.D_WEIGHT_STEP) * tile_config.D_WEIGHT_STEP] = 0
+    problem = Problem(inputs, w, None, w[:, 0], w[:, 0], None, LossSpec("sum"), classes, plan=plan)
+    old = torch.full((2 * rank_rows, d), torch.nan, dtype=torch.bfloat16)
+    old[:classes] = 10 * torch.randn(classes, d, generator=generator)
+    total = stored[:computed, :classes].double().T @ x[:computed].double() + (0 if first else old[:classes].double())
+    total = torch.cat([total, total.new_zeros(2 * part_rows, d)])
+    sums = torch.full((2, part_rows, d), torch.nan)
+    with mock.patch.object(hopper_gradients, "launch", runner(90, late=late)):
+        count = Active(torch.tensor(START + active, dtype=torch.int32), START, 1)
+        options: dict[str, Any] = {"rank_rows": rank_rows, "first": begin, "beside": False}
+        given = stored[:, :classes], x, count, None if first else old[:classes], sums
+        hopper_gradients.write_part(problem, *given, **options)
+    wanted = torch.stack([total[rank * rank_rows + begin :][:part_rows] for rank in range(2)])
+    torch.testing.assert_close(sums.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_pointers_to_a_tile_of_a_large_matrix() -> None:
     """The offset of its first element exceeds int32."""
     pointer = Pointer(gluon_in_numpy.Memory(torch.zeros(1)), Value(0, "i64"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gathered_checks import GATHERED_CHECKS
+from head_checks import HEAD_CHECKS
 from programs import Command, Printed, each, python
 from torch_ranks import CHECKS, FORMS, KERNEL_CHECKS, PLACEMENTS
 
@@ -117,6 +118,7 @@ def test_four_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
 ON_A_GPU = tuple(request for request in INTERPRETED if "fp32" not in request and not request.startswith("check"))
 ON_A_GPU += (f"vocabulary:{SAVED[0]}",)
 ON_A_GPU += tuple(f"check:{name}" for name in GATHERED_CHECKS if not name.endswith(("classes", "memory")))
+ON_A_GPU += tuple(f"check:{name}" for name in HEAD_CHECKS)
 BY_A_GPU = {request: python("torch_ranks.py", "2", "gpu", request) for request in ON_A_GPU}  # they mostly compile
 
 

@@ -40,6 +40,7 @@ from allocations import Meter, bytes_of
 from assertions import least_budget
 from dtensor_checks import DTENSOR_CHECKS, mesh_of
 from gathered_checks import GATHERED_CHECKS, error
+from head_checks import HEAD_CHECKS
 
 import core_triton
 from core_triton import vocab_shard
@@ -587,6 +588,7 @@ KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
     "statistics": check_statistics,
     "batch_invariant": check_batch_invariant,
     **GATHERED_CHECKS,
+    **HEAD_CHECKS,
 }
 
 
