@@ -289,14 +289,15 @@ def times_rho(x: Array, rho: Array) -> tuple[Array, Array]:
     return jnp.where(factor == 0, 0.0, x.astype(jnp.float32) * factor).astype(x.dtype), power_of_two(exponent)
 
 
-def unit_scale(problem: Problem, rows: CallRows, chunk: Slice) -> Array:
+def unit_scale(problem: Problem, rows: CallRows, target: Array, chunk: Slice) -> Array:
     """Returns the powers of two by which rho, theta and d_input of a chunk are divided, if they are saved for unknown
-    upstream gradients, (chunk rows,) float32: (52). They are 1 where the factors are 0 or not finite."""
+    upstream gradients, (chunk rows,) float32: (52). They are 1 where the factors are 0 or not finite. target (P,) are
+    classes of the problem, which is that of all classes."""
     assert rows.theta is not None
     spec, row_weight, lse = problem.spec, chunk.of(rows.row_weight), chunk.of(rows.lse)
     kept = row_weight
     if problem.class_weight is not None:
-        kept = kept * problem.class_weight[chunk.of(rows.target).clip(0)]
+        kept = kept * problem.class_weight[chunk.of(target).clip(0)]
     upstream = spec.logit_scale * (kept + 2.0 * spec.z_loss_weight * row_weight * lse)
     # Where the target has all of the sum in float32, the others have less than its last bit.
     rest = jnp.maximum(-jnp.expm1(chunk.of(rows.target_logit) - lse), 2.0**-24)

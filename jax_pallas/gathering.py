@@ -64,13 +64,14 @@ def on_devices(
 
 
 def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
-    """Runs an operator on the tokens of all devices of `gather_axes`, of which it gathers the rows of the input itself.
-    Returns the results of this device's tokens."""
+    """Runs an operator on the tokens of all devices of `gather_axes`, of which it gathers the rows of the input itself,
+    unless it saves rows. Returns the results of this device's tokens."""
     devices = static.devices
     axes = devices.gather_axes
     others = tuple(axis for axis in devices.token_axes if axis not in axes)
-    options = replace(_options(static), devices=devices._replace(token_axes=others))
-    rows = [2, 3]
+    options, rows = replace(_options(static), devices=devices._replace(token_axes=others)), [2, 3]
+    if options.saved_budget:
+        options, rows = replace(options, devices=options.devices._replace(gather=None, gather_axes=())), [0, 2, 3]
     if isinstance(static, TokenOptions):
         rows += range(options.count, options.count + static.per_token)
     inner: Static = replace(static, options=options) if isinstance(static, TokenOptions) else options

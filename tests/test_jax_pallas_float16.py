@@ -156,7 +156,7 @@ def test_the_largest_factor_of_a_saved_row_is_between_a_half_and_1() -> None:
     problem = Problem(
         jnp.zeros((n, 8)), jnp.zeros((2, 8)), None, rows.target, rows.row_weight, jnp.asarray(class_weight), spec, 2
     )
-    found = np.asarray(float16.unit_scale(problem, rows, Slice(0, n, None)))
+    found = np.asarray(float16.unit_scale(problem, rows, rows.target, Slice(0, n, None)))
     largest = np.maximum(np.abs(upstream) * np.maximum(rest, 2.0**-24), np.abs(theta)) / found
     assert ((largest >= 0.5) & (largest < 1))[[0, 1, 4, 5]].all()
     assert (found[[2, 3]] == 1).all()

@@ -29,7 +29,11 @@ def of_gpu(case: Case, rows: int) -> Case:
     """Returns a case with so many rows, 8 times the classes, and a hidden size of 64."""
     vocab_size = case.spec.vocab_size
     spec = replace(case.spec, vocab_size=vocab_size and 8 * vocab_size - 1)
-    return replace(case, lead=(rows,), hidden=64, vocab=8 * case.vocab, spec=spec)
+    case = replace(case, lead=(rows,), hidden=64, vocab=8 * case.vocab, spec=spec)
+    if case.name.endswith("part"):  # 512 rows are saved
+        row = 32 + 2 * (case.hidden + case.vocab // min(GPUS, jax.device_count()))
+        case = replace(case, saved_budget=4096 + 512 * row)
+    return case
 
 
 def check(case: Case, axis: str = "vocab", rows: int = 8 * 96 - 5, **options: Any) -> None:
@@ -41,8 +45,9 @@ def check(case: Case, axis: str = "vocab", rows: int = 8 * 96 - 5, **options: An
     assert_within_budget(case, arrays, found)
 
 
-OF_OTHERS = ("float16, ", "smoothing")  # of these, fewer cases
+OF_OTHERS = ("float16, ", "smoothing", "saved")  # of these, fewer cases
 ON_GPUS = ("float16, padded", "float16, token loss", "float16, far logits", "smoothing", "smoothing, padded")
+ON_GPUS += ("saved", "saved, padded", "saved, part", "float16, saved")
 CHECKS = {
     case.name: partial(check, case) for case in CASES if case.name in ON_GPUS or not case.name.startswith(OF_OTHERS)
 }

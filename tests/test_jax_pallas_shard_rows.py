@@ -21,7 +21,7 @@ from host_devices import failures_of, run_named
 from jax.sharding import PartitionSpec as P
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
 
-from jax_pallas import scaled_exp, vocab_shard
+from jax_pallas import head_rows, vocab_shard
 from jax_pallas.devices import Devices
 from jax_pallas.launch import device_info
 from jax_pallas.linear_ce import explain, linear_cross_entropy, linear_log_probs, linear_token_loss_with_stats
@@ -108,7 +108,28 @@ CASES += (
         spec=LossSpec("none", label_smoothing=0.1),
     ),
 )
+# Rows that are saved for the backward pass.
+SAVED: dict[str, Any] = {"upstream": "random", "saved_budget": 2**24}
+WEIGHTED: dict[str, Any] = ROWS | SAVED | {"has_class_weight": True, "token_weight": "signed"}
+CASES += (
+    Case(name="saved", **WEIGHTED, spec=replace(CAPPED, softcap=None)),
+    Case(name="saved, padded", **PADDED | SAVED, spec=replace(CAPPED, vocab_size=201), logit_std=8.0, vocab_axis=1),
+    Case(name="saved, one shard", **PADDED | SAVED, spec=LossSpec("none", vocab_size=90)),
+    Case(name="saved, far logits", **ROWS | SAVED, logit_std=60.0, spec=LossSpec("none")),
+    Case(name="saved, log-probabilities", **ROWS | SAVED, **LOG_PROBS, spec=LossSpec("none")),
+    Case(name="saved, frozen input", **ROWS | SAVED, frozen=("input",), spec=LossSpec("none")),
+    replace(Case(name="saved, out of range", **ROWS | SAVED, spec=LossSpec("none")), poison=TARGETS),
+)
+CASES += tuple(
+    replace(case, name=f"float16, {case.name}", dtype="float16", upstream="wide")
+    for case in CASES
+    if case.saved_budget and case.name != "saved, frozen input"
+)
+# Of 640 rows 512 are saved: the exponentials of a device's 128 classes, and d_input.
+PART: dict[str, Any] = {"lead": (640,), "saved_budget": 4096 + 512 * (32 + 2 * (32 + 128))}
+CASES += (Case(name="saved, part", **WEIGHTED | PART, spec=LossSpec("none")),)
 QUICK = ("class weights", "token loss", "padded", "float16, padded", "bits", "invariant", "confident", "errors")
+QUICK += ("float16, saved", "saved, exchange")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
 SIZES: dict[str, Any] = {"lead": (114,), "hidden": 64}
@@ -123,6 +144,7 @@ TOKEN_CASES = (
     replace(Case(name="no token", **TOKENS), ignored="all"),
     Case(name="frozen head", **TOKENS, frozen=("linear_weight", "linear_bias"), spec=LossSpec("none")),
     Case(name="frozen input", **TOKENS, frozen=("input",)),
+    Case(name="saved", **TOKENS | SAVED, spec=LossSpec("none")),
     Case(name="padded", **TOKENS_PADDED, spec=LossSpec(vocab_size=201), logit_std=8.0, with_stats=True),
     replace(Case(name="out of range", **TOKENS, spec=LossSpec("none")), poison=TARGETS),
 )
@@ -165,14 +187,21 @@ def budget_of(case: Case) -> int:
     arrays: Any = x, head
     options: dict[str, Any] = KERNELS | {"vocab_axis": case.vocab_axis, "softcap": case.spec.softcap}
     options["label_smoothing"] = case.spec.label_smoothing
+    if case.saved_budget:
+        options |= {"reduction": "none", "saved_budget": case.saved_budget}
 
     def planned(budget: int) -> Any:
         return explain(*arrays, **options, memory_budget=budget).plan
 
     least = least_budget(planned)
     assert planned(least).path == "scaled_exp"
+
+    def has_three_chunks(plan: Any) -> bool:
+        rows = plan.chunks.rows
+        return case.n == 3 * rows if plan.saved is None else -(-plan.saved.rows // rows) == 3
+
     # The largest, because statistics and numbers of the tokens take more than `explain` knows.
-    return max(one for one in range(least, 4 * least, 2**12) if case.n == 3 * planned(one).chunks.rows)
+    return max(one for one in range(least, 4 * least, 2**12) if has_three_chunks(planned(one)))
 
 
 def check_case(case: Case) -> None:
@@ -375,7 +404,7 @@ def check_invariant() -> None:
 
     with (
         mock.patch("jax_pallas.plan.why_variant", return_value=None),
-        mock.patch.object(scaled_exp, "float32_matmul", row_by_row),
+        mock.patch.object(head_rows, "float32_matmul", row_by_row),
         mock.patch.object(vocab_shard, "own_sum_of_d_input", None),
     ):
         everything = [*range(len(x))]
@@ -451,6 +480,23 @@ def check_exchange(dtype: Any = jnp.bfloat16, classes: int = 256, **options: Any
     assert sorted(sums) == ["tensor<128xf32>", *of_smoothing, "tensor<4x2x96xf32>", "tensor<96x32xf32>"]
 
 
+def check_exchange_of_saved() -> None:
+    """The same, in three chunks. Nothing is exchanged in the backward pass."""
+    x, w, y = given_arrays()
+    case = next(case for case in CASES if case.name == "saved")
+    options = KERNELS | {"reduction": "none", "saved_budget": 2**24, "memory_budget": budget_of(case)}
+
+    def pull_back(x: Any, w: Any, y: Any) -> Any:
+        losses, back = jax.vjp(lambda x, w: linear_cross_entropy(x, w, y, **options), x, w)
+        return losses, back(losses)
+
+    text = of_shards(pull_back, (P(), (P(), P("vocab")))).lower(x, w, y).as_text()
+    assert not re.search("all_gather|all_to_all|reduce_scatter|collective_permute", text)
+    sums = re.findall(r"all_reduce.*?\}\) : \((tensor<\S+>)\)", text, re.DOTALL)
+    of_chunks = ["tensor<32x32xf32>"] * 3 + ["tensor<4x2x32xf32>"] * 3
+    assert sorted(sums) == sorted(["tensor<192xf32>", *of_chunks])  # of whole blocks of rows
+
+
 def check_errors() -> None:
     x, w, y = given_arrays()
 
@@ -489,6 +535,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "exchange": check_exchange,
     "float16, exchange": partial(check_exchange, jnp.float16),
     "smoothing, exchange": partial(check_exchange, classes=512, label_smoothing=0.1),
+    "saved, exchange": check_exchange_of_saved,
     "errors": check_errors,
     **{f"tokens, {case.name}": partial(check_tokens, case, fsdp=SHARDS) for case in TOKEN_CASES},
     **{
