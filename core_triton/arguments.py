@@ -148,8 +148,6 @@ def decide(
     into, precision = "grad_into" in named, spec.head_precision
     saved_budget = check_saved_budget(saved_budget, spec.reduction, grad_into=into, head_precision=precision)
     chosen = choose(device, implementation, gpu)
-    if ranks and saved_budget:
-        raise ValueError(f"saved_budget must be 0 with vocab_group, got {saved_budget}")
     check_batch_invariant(
         batch_invariant,
         label_smoothing=spec.label_smoothing,
@@ -253,6 +251,7 @@ def prepare(
             "the other options": (replace(spec, reduction="sum"), classes, found.shard_rows, str(reduce_dtype)),
             "which arguments require grad": (torch.is_grad_enabled(), *differentiated, grad_into is not None),
             "memory_budget": found.memory_budget,
+            "saved_budget": found.saved_budget,
             "implementation": found.implementation,
             "how kernels can read input and linear_weight": _readable(
                 found.implementation, *([] if groups.rank_tokens else [flat]), linear_weight

@@ -391,7 +391,7 @@ def save_rows(
     statistics, and what `saved_gradients` needs."""
     e, classes = None, problem.classes
     if needs_grad.d_weight or needs_grad.d_bias:
-        e = problem.input.new_empty((problem.input.shape[0], classes))
+        e = problem.input.new_empty((problem.input.shape[0], problem.most_classes))
     sums = _sums(problem, NeedsGrad(needs_grad.d_input, False, False), config)
     saved = NOTHING_SAVED._replace(e=e, unit_d_input=sums.d_input, rho=torch.ones_like(problem.row_weight))
     losses, parts, seen = [], [], replace(problem, row_weight=problem.row_weight.clone())
@@ -427,7 +427,7 @@ def saved_gradients(
         return others
     needs_grad, dtype, factor = needs_grad._replace(d_input=False), problem.input.dtype, problem.row_weight
     arrays = problem.input, problem.linear_weight, problem.linear_bias
-    sums = GradientSums(*arrays, problem.classes, needs_grad, float32_sum=config.float32_sum, others=others)
+    sums = GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum, others=others)
     started = others.d_weight is not None or others.d_bias is not None
     scale, of_x = None, factor
     if dtype == torch.float16:  # the largest factor becomes a number below 1

@@ -74,6 +74,11 @@ class Options(NamedTuple):
         named = {"spec": self.spec(), "classes": self.vocab_size, "vocab_offset": self.vocab_offset}
         return named | {"shard": self.shard}
 
+    @property
+    def most_classes(self) -> int:
+        """`Problem.most_classes`."""
+        return self.shard_rows if self.vocab_group else self.vocab_size
+
     def own_tokens(self, rows: int) -> slice:
         """Returns which tokens of the call the `rows` rows of this rank's input are."""
         return own_tokens(self.shard, rows)

@@ -192,8 +192,9 @@ def linear_cross_entropy(
             weight (of all classes), token_weight and the options are the same on all ranks. Every rank returns the same
             loss, bit for bit, and the whole gradient of input. The gradients of linear_weight and linear_bias are those
             of its shard. The matmuls are divided by the ranks: the three of one GPU for a 16-bit input and the
-            kernels, and otherwise four. saved_budget must be 0. With batch_invariant the ranks add d_input in their
-            order, which is not done beside a matmul, and the bits depend on the number of ranks.
+            kernels, and otherwise four. saved_budget is bytes of each rank, the same on all, which keeps the
+            exponentials of its classes and the whole gradient of input. With batch_invariant the ranks add d_input in
+            their order, which is not done beside a matmul, and the bits depend on the number of ranks.
         token_group: process group whose ranks have different tokens, as many or not. The mean of the losses of its
             ranks is the loss of all their tokens, and the mean of their gradients is its gradient, so
             `DistributedDataParallel` and FSDP2, which take means, compute the global gradient. With reduction "mean"
@@ -212,8 +213,8 @@ def linear_cross_entropy(
         sequence_parallel: the ranks of vocab_group have different tokens, as many on each. All ranks return the loss of
             all of these, or for reduction "none" the losses of a rank's tokens. The gradient of input is that of these.
             The three matmuls for a 16-bit input gather the tokens chunk by chunk, within memory_budget. All other calls
-            gather them at once, (ranks N, D), and so do calls with batch_invariant or whose memory_budget holds no such
-            chunk.
+            gather them at once, (ranks N, D), and so do calls with batch_invariant, with saved_budget or whose
+            memory_budget holds no such chunk.
 
     input, linear_weight, linear_bias, target, token_weight and normalizer may be DTensors of one mesh. On a dimension
     of the mesh where linear_weight is Shard(0) and input Replicate, ranks have the same tokens and different classes,
@@ -388,10 +389,10 @@ def linear_log_probs(
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
     groups = Groups(vocab_group, None, reduce_dtype, check_agreement, sequence_parallel)
     call = prepare(spec, input, linear_weight, target, *given, *how, groups)
+    call = gathered_tokens.of_all_tokens(call)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
     else:
-        call = gathered_tokens.of_all_tokens(call)
         found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
@@ -763,6 +764,7 @@ def _loss(call: Call, *, statistics: int) -> ops.Losses:
     """Runs what the call needs."""
     statistics |= BY_ROW if call.options.batch_invariant else 0
     if call.options.saved_budget:
+        call = gathered_tokens.of_all_tokens(call)
         return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"
     call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce)

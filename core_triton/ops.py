@@ -718,7 +718,7 @@ def plan_for(
         stage=stage,
         input=x,
         linear_weight=layout_of(problem.linear_weight),
-        classes=problem.classes if problem.shard is None else problem.shard.rows,
+        classes=problem.most_classes,
         copied_bytes=copied,
         label_smoothing=problem.spec.label_smoothing,
         softcap=problem.spec.softcap is not None,

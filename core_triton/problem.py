@@ -53,6 +53,11 @@ class Problem:
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
 
     @property
+    def most_classes(self) -> int:
+        """K, or the rows of the largest shard: the same on all ranks."""
+        return self.classes if self.shard is None else self.shard.rows
+
+    @property
     def own_tokens(self) -> slice:
         """Which tokens of the call the rows of input are."""
         return own_tokens(self.shard, len(self.input))

@@ -12,6 +12,7 @@ from torch import Tensor
 from core_triton.float16 import exponent_of, power_of_two
 from core_triton.kernels import LOG2_E
 from core_triton.launch import At, cdiv, column_block, launch
+from core_triton.packed_rows import ChunkNumbers
 from core_triton.problem import SavedRows
 from core_triton.row_kernels import BLOCKS_AT_ONCE, SMALL_BLOCK, column_sums
 
@@ -64,22 +65,12 @@ def scale_units_kernel(
     tl.store(scale_out_ptr + row, power_of_two(exponent), mask=inside)
 
 
-def scale_units(
-    n: int,
-    class_blocks: int,
-    *,
-    sums: At,
-    ref_exponent: At,
-    target_logit: At,
-    order: At,
-    rho: At,
-    theta: At,
-    scale_out: Tensor,
-) -> None:
-    """Launches `scale_units_kernel` for n packed rows, after `row_kernels.finish_rows`."""
-    arrays = sums, ref_exponent, target_logit, order, rho, theta, scale_out
+def scale_units(numbers: ChunkNumbers, n: int, *, order: At, rho: At, theta: At, scale_out: Tensor) -> None:
+    """Launches `scale_units_kernel` for n packed rows, after `row_kernels.finish_rows`. rho is relative to the
+    reference exponents of `numbers`."""
+    arrays = numbers.sums, numbers.ref_exponent, numbers.target_logit, order, rho, theta, scale_out
     blocks = {"BLOCK_N": SMALL_BLOCK, "BLOCK_T": BLOCKS_AT_ONCE}
-    launch(scale_units_kernel, (cdiv(n, SMALL_BLOCK),), *arrays, n, class_blocks, **blocks, num_warps=4)
+    launch(scale_units_kernel, (cdiv(n, SMALL_BLOCK),), *arrays, n, numbers.class_blocks, **blocks, num_warps=4)
 
 
 class Multiplied(NamedTuple):

@@ -11,6 +11,10 @@ pass can compute the gradients for upstream gradients of 1 up to this factor, fo
 
 If a gradient of the entropy or of lse arrives, what was kept is not used. The backward pass is then that of
 `ops.log_probs`.
+
+Where the ranks of a process group have shards of the vocabulary, a rank keeps the exponentials of its own classes and
+the whole d_input, whose parts the ranks add in the forward pass. In the backward pass of the saved rows they exchange
+nothing.
 """
 
 from collections.abc import Callable
@@ -83,7 +87,7 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
 
 def saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRowCount:
     """Returns which rows of a call are saved: the first ones."""
-    return _count(arrays.input, options.vocab_size, needs_grad, options.saved_budget)
+    return _count(arrays.input, options.most_classes, needs_grad, options.saved_budget)
 
 
 def _count(x: Tensor, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
@@ -121,7 +125,7 @@ def explained_plan(
 
     if saved_budget:
         check_saves(implementation, x.dtype, problem.spec.label_smoothing)
-        saved = _count(x, problem.classes, needs_grad, saved_budget)
+        saved = _count(x, problem.most_classes, needs_grad, saved_budget)
     if saved is None or not saved.rows:
         statistics = (BY_ROW if batch_invariant or entropy else 0) | (ENTROPY if entropy else 0)
         plan = plan_passes(
@@ -368,7 +372,7 @@ def _saved_there(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> lis
 
 def fake_saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRows:
     """Returns tensors like those of `SavedRows`."""
-    x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.vocab_size
+    x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.most_classes
     there = _saved_there(arrays, options, needs_grad)
     packed, vector = there[3], x.new_empty(rows, dtype=torch.float32)
     made = (

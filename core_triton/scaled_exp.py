@@ -65,6 +65,7 @@ from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.packed_rows import ChunkNumbers, PackedRows, half_tiles, pack_rows
 from core_triton.problem import (
+    NOTHING_COMPUTED,
     NOTHING_SAVED,
     ClassSum,
     Gradients,
@@ -133,7 +134,7 @@ def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tu
     """
     x, e = problem.input, None
     if needs_grad.d_weight or needs_grad.d_bias:
-        e = x.new_empty((len(x), tile_config.padded(problem.classes)))
+        e = x.new_empty((len(x), tile_config.padded(problem.most_classes)))
     only_input, unit_scale = NeedsGrad(needs_grad.d_input, False, False), None
     if needs_grad.d_input and plan_of(problem).fits_float16:
         unit_scale = torch.empty_like(problem.row_weight)
@@ -169,6 +170,10 @@ def saved_gradients(
     """
     if saved.e is None or not (needs_grad.d_weight or needs_grad.d_bias):
         return others
+    if problem.shard is not None and not problem.local_classes:
+        return _no_gradients(problem, needs_grad) if others is NOTHING_COMPUTED else others
+    if problem.shard is not None:
+        problem = shard_rows.of_own_classes(problem)
     assert saved.order is not None
     assert saved.count is not None
     plan, x, b, classes = plan_of(problem), problem.input, problem.linear_bias, problem.classes
@@ -288,6 +293,7 @@ def _run(
     if hook is not None and statistics & ~BY_ROW:
         unused = torch.empty_like(rows.loss_out)
         gradient_rows = rows._replace(loss_out=unused, lse_out=unused, target_logit_out=unused, top_out=None)
+    waiting = None  # the sum of d_input of a chunk, without d_weight: it ends beside the logits of the next one
     chunks = config.chunks(tokens)
     if d_weight is None or not d_weight_parts.can_send(scatter, problem, tokens):
         scatter = None
@@ -336,23 +342,17 @@ def _run(
         scaled_x = None if d_weight is None or plan.fits_float16 else chunk_x
         by_row = statistics & BY_ROW != 0
         options = {"row_weight": row_weight, "e": e, "x": scaled_x, "by_row": by_row}
-        _finish_rows(numbers, gradient_rows, chunk, **options)
+        finished = numbers if unit_scale is None or shard is None else shard_rows.of_merged_references(numbers)
+        _finish_rows(finished, gradient_rows, chunk, **options)
         if hook is None:
             _finish_statistics(numbers, rows, chunk)
         if saved_e is not None and e is not None:
             saved_kernels.clear(e.first, At(rows.rho, start))
         if unit_scale is not None:
-            saved_kernels.scale_units(
-                n,
-                config.blocks,
-                sums=At(scratch, 0),
-                ref_exponent=At(rows.ref_exponent, start),
-                target_logit=At(rows.target_logit, start),
-                order=At(rows.order, start),
-                rho=At(rows.rho, start),
-                theta=At(rows.theta, start),
-                scale_out=unit_scale,
-            )
+            factors = {"rho": At(rows.rho, start), "theta": At(rows.theta, start)}
+            saved_kernels.scale_units(numbers, n, order=At(rows.order, start), **factors, scale_out=unit_scale)
+            if shard is not None:
+                shard_rows.refer_to_own(rows, numbers, chunk)
         if smoothing is not None:
             terms: dict[str, Any] = {"target_logit": numbers.target_logit, "row_weight": row_weight}
             terms |= {"theta": None if e is None else At(rows.theta, start), "loss_out": rows.loss_out}
@@ -374,14 +374,17 @@ def _run(
         reduced = None
         if d_input is not None and of_shard is not None:
             assert part is not None
+            if waiting is not None:
+                shard_rows.put_sum(*waiting, d_input)
+                waiting = None
             if slices is not None:
                 place = At(slices.slot, start)
             else:
                 assert in_part is not None
                 place = At(in_part, 0)
             _store_d_input(problem, config, source, chunk, e, scratch, part[:n], place, smooth)
-            n_part = part[:n]
-            reduced = shard_rows.start_sum(of_shard, n_part) if slices is None else slices.start_sum(n_part)
+            start_sum = partial(shard_rows.start_sum, of_shard) if slices is None else slices.start_sum
+            reduced = start_sum(part[:n])
         elif d_input is not None and d_input_first:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
         if slices is not None and gathered is not None:
@@ -402,12 +405,18 @@ def _run(
         if d_input is not None and reduced is not None and slices is not None:
             slices.put_sum(reduced, chunk, d_input)
         elif d_input is not None and reduced is not None:
-            shard_rows.put_sum(reduced, At(rows.order, start), At(rows.row_weight, start), d_input)
+            waiting = reduced, At(rows.order, start), At(rows.row_weight, start)
+            if d_weight is not None:
+                shard_rows.put_sum(*waiting, d_input)
+                waiting = None
         elif d_input is not None and not d_input_first:
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input, At(rows.order, start), smooth)
-        del e
+        del e, reduced
+    if waiting is not None:
+        assert d_input is not None
+        shard_rows.put_sum(*waiting, d_input)
     memory = stored
-    del stored, held, scratch, part, in_part
+    del stored, held, scratch, part, in_part, waiting
     if rows.float16 is not None and tokens and any(needs_grad):
         float16.scale_head(rows.float16, rows.theta, d_bias)
     if tokens and (d_weight is not None or d_bias is not None):
@@ -423,8 +432,7 @@ def _run(
     made_d_weight = None if d_weight is None or d_weight.adds else d_weight.total
     if shard is not None and not whole.local_classes:  # no class of this shard has a gradient
         w, b, classes = whole.linear_weight, whole.linear_bias, 0
-        made_d_weight = torch.zeros_like(w) if needs_grad.d_weight and whole.grad_into is None else None
-        d_bias = problem.row_weight.new_zeros(len(w)) if needs_grad.d_bias else None
+        _, made_d_weight, d_bias = _no_gradients(whole, needs_grad)
     if made_d_weight is not None and not tokens:
         made_d_weight.zero_()
     elif made_d_weight is not None and classes < len(w):
@@ -457,6 +465,13 @@ def _run(
     if rows.statistics_out is not None:
         found = found._replace(**rows.statistics_out._asdict())
     return rows, loss, found, gradients
+
+
+def _no_gradients(problem: Problem, needs_grad: NeedsGrad) -> Gradients:
+    """Returns the gradients of the head, of a shard without classes."""
+    w, b = problem.linear_weight, problem.linear_bias
+    d_weight = torch.zeros_like(w) if needs_grad.d_weight and problem.grad_into is None else None
+    return Gradients(None, d_weight, torch.zeros_like(b) if needs_grad.d_bias and b is not None else None)
 
 
 def _store_exponentials(

@@ -7,7 +7,8 @@ All ranks have the same rows, and a rank computes the exponentials of its own cl
     for each chunk             three numbers a row: the sum of the exponentials, the reference exponent, which a repair
                                may have changed, and the target's logit; and the statistics of its logits. All ranks
                                add them in the same order, so they have the same results, bit for bit.
-    for each chunk             the sum of d_input over the ranks, while each adds to its own d_weight
+    for each chunk             the sum of d_input over the ranks, while each adds to its own d_weight, or without
+                               d_weight computes the logits of the next chunk
 """
 
 from dataclasses import replace
@@ -215,6 +216,18 @@ def merge(of_own: ChunkNumbers, class_blocks: int, rows: PackedRows, of_shard: S
     launch(merge_shards_kernel, grid, gathered, sums, of_logits, exponent, logit, n, shard.ranks, **options)
     own_rows = of_own.target, of_own.ref_exponent
     return ChunkNumbers(whole, shard.ranks, shard.rows, statistics, sums, of_logits, exponent, logit, target, own_rows)
+
+
+def of_merged_references(numbers: ChunkNumbers) -> ChunkNumbers:
+    """Returns the numbers of a chunk with which rho is that of all shards, the same on all ranks, in place of that of
+    this shard's exponentials."""
+    assert numbers.of_shard is not None
+    return numbers._replace(of_shard=(numbers.of_shard[0], numbers.ref_exponent))
+
+
+def refer_to_own(rows: PackedRows, numbers: ChunkNumbers, chunk: slice) -> None:
+    """Makes rho of `of_merged_references` that of this shard's exponentials: (53)."""
+    rows.rho[chunk] *= torch.exp2(rows.ref_exponent[chunk] - numbers.ref_exponent.tensor)
 
 
 def start_sum(of_shard: ShardRows, part: Tensor) -> ReducedRows:

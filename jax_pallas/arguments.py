@@ -40,7 +40,7 @@ class Implementation(NamedTuple):
 
 def choose(
     input: Array,
-    linear_weight: Array,
+    linear_weight: Any,
     vocab_axis: int,
     implementation: str | None,
     gpu: DeviceInfo | None,
@@ -144,11 +144,9 @@ def prepare(
         implementation=implementation,
         reason=launch.symbolic_limits(named["input"].shape),
     )
-    if saved_budget and devices.axes:
-        raise ValueError(f"saved_budget must be 0 with token_axis_names or vocab_axis_name, got {saved_budget}")
     saved_as = None
     if saved_budget:  # a trace has the shapes of what is saved, so it must know which implementation saves it
-        saved_as = implementation or choose(named["input"], named["linear_weight"], vocab_axis, None, None)[0].name
+        saved_as = implementation or choose(named["input"], head, vocab_axis, None, None)[0].name
     classes = spec.classes(rows)
     flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)

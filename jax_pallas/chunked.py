@@ -445,6 +445,7 @@ def save_rows(
     """Plan A without the gradients of the head, for an upstream gradient of 1: each row's weighted loss (N,), its
     statistics, and what `saved_gradients` needs."""
     classes, dtype, spec = problem.classes, problem.input.dtype, problem.spec
+    own_classes = problem.local_classes
     head = needs_grad.d_weight or needs_grad.d_bias
 
     def stored(problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, e: Array) -> Array:
@@ -477,7 +478,7 @@ def save_rows(
             config.vocab_chunk,
             part.lse,
             coefficients,
-            HeadSums(jnp.zeros((chunk.size, classes), dtype) if head else None, None),
+            HeadSums(jnp.zeros((chunk.size, own_classes), dtype) if head else None, None),
             d_input=needs_grad.d_input,
             kept=kept,
             saves=True,
@@ -485,7 +486,7 @@ def save_rows(
         )
         return (chunk.put_fresh(e, of_chunk), chunk.put_fresh(d_input, d_rows), seen_weight), (loss, part, rho)
 
-    e = jnp.zeros((problem.tokens, classes), dtype) if head else None
+    e = jnp.zeros((problem.tokens, own_classes), dtype) if head else None
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
     start = e, d_input, problem.row_weight
     (e, d_input, _), (loss, parts, rho) = over_slices(body, start, problem.tokens, config.rows)
@@ -527,7 +528,7 @@ def saved_gradients(
                 d_weight = add_d_weight(problem, e, x, vocab_chunk, scale, d_weight)
             return HeadSums(d_weight, d_bias), None
 
-        return over_slices(of_tile, sums, problem.classes, config.vocab_chunk)
+        return over_slices(of_tile, sums, problem.local_classes, config.vocab_chunk)
 
     sums, _ = over_slices(of_rows, HeadSums(d_weight, d_bias), problem.tokens, config.rows)
     return Gradients(None, *sums.result(problem))

@@ -2,7 +2,8 @@
 
 bfloat16 has the range of float32, so the target's logit is a good enough reference. For float16:
 
-    reference exponents from an estimate of lse       `place`: a sample of the classes, and the target
+    reference exponents from an estimate of lse       `place`: a sample of the classes, and the target; chunk by chunk
+                                                      where tokens are gathered (`token_slices.py`)
     exponentials that are too large are shifted       `row_kernels.shift_of`, in the kernels of the exponentials
     a row with a shift gets one shift for all classes `fit`
     rho x in float16                                  `fit`: one power of two for a chunk, a factor of E^T x
@@ -64,15 +65,15 @@ class Pieces(NamedTuple):
 OF_HOPPER, OF_TRITON = Pieces(CLASS_BLOCK, 32), Pieces(TRITON_CLASS_BLOCK, TRITON_CLASS_BLOCK)
 
 
-def place(problem: Problem, rows: CallRows, x: Array) -> CallRows:
-    """Returns the rows of the call x (N, D) with reference exponents from estimates of the lse: (48), and with the
-    largest magnitude in each.
+def place(problem: Problem, rows: CallRows, x: Array, part: Slice) -> CallRows:
+    """Returns the rows of the call with reference exponents from estimates of the lse: (48), and with the largest
+    magnitude in each, for the rows x (n, D) of `part`: all rows, or those of a chunk that is gathered.
 
     The sample has the classes of a class block, at equal distances. The logits of its classes are a small matmul. Of a
     shard of the vocabulary, whose `rows` have the targets' exponents of all shards, the estimate is that of the shard's
     classes and the target: `shard_rows.merge` takes exponents that differ between devices.
     """
-    spec, plan, call = problem.spec, plan_of(problem), Slice(0, problem.tokens, None)
+    spec, plan = problem.spec, plan_of(problem)
     of_kernels = kernels
     if plan.hopper:
         from jax_pallas import hopper_logits as of_kernels
@@ -87,7 +88,7 @@ def place(problem: Problem, rows: CallRows, x: Array) -> CallRows:
         0,
         0,
         0,
-        rows=call.size,
+        rows=part.size,
         classes=size,
         vocab_axis=0,
         logit_scale=spec.logit_scale,
@@ -97,15 +98,17 @@ def place(problem: Problem, rows: CallRows, x: Array) -> CallRows:
     )
     assert top is not None
     assert total is not None
-    target = call.of(rows.ref_exponent)  # of the target's logit, so far
+    target = part.of(rows.ref_exponent)  # of the target's logit, so far
     top = jnp.where(jnp.abs(top) < jnp.inf, top * LOG2_E, -jnp.inf)
     shift = jnp.maximum(top, target)
     others = 1.0 + share * (total - 1.0)
     sample = jnp.where(top > -jnp.inf, jnp.exp2(top - shift) * others, 0.0)
     lse = shift + jnp.log2(jnp.exp2(target - shift) + sample)
-    placed = jnp.where(call.of(rows.row_weight) != 0, jnp.floor(lse + 0.5) - PLACE, target)
+    placed = jnp.where(part.of(rows.row_weight) != 0, jnp.floor(lse + 0.5) - PLACE, target)
     largest_x = jnp.abs(x).max(1).astype(jnp.float32)
-    return rows._replace(ref_exponent=call.put(rows.ref_exponent, placed), largest_x=largest_x)
+    if rows.largest_x is not None:
+        largest_x = part.put(rows.largest_x, largest_x)
+    return rows._replace(ref_exponent=part.put(rows.ref_exponent, placed), largest_x=largest_x)
 
 
 def _sample(problem: Problem, size: int) -> tuple[Array, Array | None, Array | float]:
@@ -286,14 +289,15 @@ def times_rho(x: Array, rho: Array) -> tuple[Array, Array]:
     return jnp.where(factor == 0, 0.0, x.astype(jnp.float32) * factor).astype(x.dtype), power_of_two(exponent)
 
 
-def unit_scale(problem: Problem, rows: CallRows, chunk: Slice) -> Array:
+def unit_scale(problem: Problem, rows: CallRows, target: Array, chunk: Slice) -> Array:
     """Returns the powers of two by which rho, theta and d_input of a chunk are divided, if they are saved for unknown
-    upstream gradients, (chunk rows,) float32: (52). They are 1 where the factors are 0 or not finite."""
+    upstream gradients, (chunk rows,) float32: (52). They are 1 where the factors are 0 or not finite. target (P,) are
+    classes of the problem, which is that of all classes."""
     assert rows.theta is not None
     spec, row_weight, lse = problem.spec, chunk.of(rows.row_weight), chunk.of(rows.lse)
     kept = row_weight
     if problem.class_weight is not None:
-        kept = kept * problem.class_weight[chunk.of(rows.target).clip(0)]
+        kept = kept * problem.class_weight[chunk.of(target).clip(0)]
     upstream = spec.logit_scale * (kept + 2.0 * spec.z_loss_weight * row_weight * lse)
     # Where the target has all of the sum in float32, the others have less than its last bit.
     rest = jnp.maximum(-jnp.expm1(chunk.of(rows.target_logit) - lse), 2.0**-24)

@@ -65,13 +65,14 @@ def on_devices(
 
 
 def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
-    """Runs an operator on the tokens of all devices of `gather_axes`, of which it gathers the rows of the input itself.
-    Returns the results of this device's tokens."""
+    """Runs an operator on the tokens of all devices of `gather_axes`, of which it gathers the rows of the input itself,
+    unless it saves rows. Returns the results of this device's tokens."""
     devices = static.devices
     axes = devices.gather_axes
     others = tuple(axis for axis in devices.token_axes if axis not in axes)
-    options = replace(_options(static), devices=devices._replace(token_axes=others))
-    rows = [2, 3]
+    options, rows = replace(_options(static), devices=devices._replace(token_axes=others)), [2, 3]
+    if options.saved_budget:
+        options, rows = replace(options, devices=options.devices._replace(gather=None, gather_axes=())), [0, 2, 3]
     if isinstance(static, TokenOptions):
         rows += range(options.count, options.count + static.per_token)
     inner: Static = replace(static, options=options) if isinstance(static, TokenOptions) else options
@@ -102,8 +103,8 @@ def of_all_rows(problem: Problem) -> Problem:
 
 def are_complete(devices: Devices, input: Array) -> bool:
     """Returns whether the gradients of the head of a call whose tokens are gathered are complete on each device when
-    they are computed, and are rounded then. Those of float16 are multiplied by powers of two before."""
-    return devices.token_parts > 1 and not devices.token_axes and input.dtype == jnp.bfloat16
+    they are computed, and are rounded then."""
+    return devices.token_parts > 1 and not devices.token_axes and input.dtype.itemsize == 2
 
 
 def with_float32_sums(problem: Problem, needs_grad: NeedsGrad) -> Problem:
@@ -119,19 +120,32 @@ def with_float32_sums(problem: Problem, needs_grad: NeedsGrad) -> Problem:
     return replace(problem, linear_bias=bias, grad_into=into, sends_head=sends_head and needs_grad.d_weight)
 
 
-def own_gradients(options: Options, arrays: Arrays, problem: Problem, gradients: Gradients) -> Gradients:
-    """Returns the gradients of this device, where it gathered the input (`of_all_rows`) or the head."""
+def own_gradients(
+    options: Options, arrays: Arrays, problem: Problem, gradients: Gradients, scales: Any = None
+) -> Gradients:
+    """Returns the gradients of this device, where it gathered the input (`of_all_rows`) or the head. scales: of
+    float16, the powers of two of the gradients. A d_weight that was summed in float32 gets its own before it is
+    rounded."""
     devices, named = options.devices, options.named(arrays)
     d_input, d_weight, d_bias = gradients
     if d_input is not None and problem.devices.token_parts != devices.token_parts:
         d_input = own_rows(devices, d_input)
-    if d_weight is not None and problem.sends_head and d_weight.shape == problem.linear_weight.shape:
-        d_weight = vocab_shard.own_part_of_sum(d_weight, devices.gather_axes, options.vocab_axis)
+    d_weight = own_part(options, problem, d_weight)
     if are_complete(devices, problem.input):
         if d_weight is not None and not options.has_grad_into:
+            if scales is not None and problem.grad_into is not None:
+                d_weight = d_weight * scales[1]
             d_weight = d_weight.astype(named["linear_weight"].dtype)
         d_bias = None if d_bias is None else d_bias.astype(named["linear_bias"].dtype)
     return Gradients(d_input, d_weight, d_bias)
+
+
+def own_part(options: Options, problem: Problem, d_weight: Array | None) -> Array | None:
+    """Returns the sum of d_weight over the devices that gathered the head, for the shard of this device, unless it is
+    that already."""
+    if d_weight is None or not problem.sends_head or d_weight.shape != problem.linear_weight.shape:
+        return d_weight
+    return vocab_shard.own_part_of_sum(d_weight, options.devices.gather_axes, options.vocab_axis)
 
 
 def with_whole_head(rule: Any) -> Any:

@@ -153,10 +153,11 @@ def linear_cross_entropy(
             matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
             with grad_into and with head_precision "float32". "chunked" saves rows of any other call. The kernels save
             rows of a 16-bit input and a linear_weight of its dtype without label smoothing: "mosaic" if D is a multiple
-            of 64, "pallas_triton" if V is a multiple of 64 without padding. Other calls raise an error that names the
-            reason. Under `jax.vmap` the budget is that of one element of the batch. The implementation is chosen where
-            the call is traced: a program that is lowered for a platform with another one raises an error, unless it is
-            named.
+            of 64, "pallas_triton" if V is a multiple of 64 without padding. Where devices divide the vocabulary, it is
+            the rows of a shard that must be a multiple of 64, and where they divide the tokens, "mosaic" needs a
+            multiple of 8 for vocab_axis 0. Other calls raise an error that names the reason. Under `jax.vmap` the
+            budget is that of one element of the batch. The implementation is chosen where the call is traced: a program
+            that is lowered for a platform with another one raises an error, unless it is named.
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
@@ -199,9 +200,8 @@ def linear_cross_entropy(
             same on each. The gradients of linear_weight and linear_bias are summed over the devices in float32, and
             then rounded; so do not sum them again. That takes a float32 array of linear_weight's shape besides
             memory_budget, to which the kernels add as to grad_into. Results for tokens stay on their device, and so
-            does what is added to grad_into: sum it after the last micro-batch. saved_budget must be 0. Without this
-            argument each device computes the loss of its tokens, and JAX sums the gradients of shared arrays in their
-            dtype.
+            does what is added to grad_into: sum it after the last micro-batch. Without this argument each device
+            computes the loss of its tokens, and JAX sums the gradients of shared arrays in their dtype.
         vocab_axis_name: mesh axis of a `jax.shard_map` around the call, over which the vocabulary is divided. (Not
             vocab_axis, which says which axis of the array linear_weight is the vocabulary.) Each device of the mesh
             axis passes its shard of linear_weight, and of linear_bias and grad_into, in the order of the axis and with
@@ -209,7 +209,8 @@ def linear_cross_entropy(
             all, and weight has V numbers. All other arrays are the same on the devices of the axis, and so are the
             results and the gradient of input, bit for bit. The gradients of linear_weight and linear_bias are those of
             the shard. The kernels run 16 bits, float16 without label smoothing, in the three matmuls of one GPU divided
-            by the devices; all else, and gradients of the entropy, run "chunked", in four. saved_budget must be 0. With
+            by the devices; all else, and gradients of the entropy, run "chunked", in four. saved_budget is bytes of
+            each device, which keeps the exponentials of its classes and the whole gradient of input. With
             batch_invariant the devices add d_input in their order. Names of several axes divide it over all of them,
             the first one into the largest parts. An axis of token_axis_names may be among them: its devices have
             different tokens and different classes, as with FSDP, and `gather` says what they do.

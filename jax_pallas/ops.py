@@ -378,7 +378,7 @@ def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays)
     the head was gathered, that of linear_weight is a sum over the devices that gathered it, with the rows of this one.
     """
     devices, named = options.devices, options.named(arrays)
-    if not devices.sums_in_float32:
+    if not devices.sums_in_float32 or are_complete(devices, named["input"]):
         return gradients, scales
     head_scale = None
     if scales is not None:
@@ -455,7 +455,7 @@ def _plan_a(
         losses, found, gradients = chunked.loss_and_gradients(
             tiles_of(plan), problem, plan.chunk_config, needs_grad, scales, statistics
         )
-    gradients = own_gradients(options, arrays, problem, gradients)
+    gradients = own_gradients(options, arrays, problem, gradients, scales)
     return losses, present_statistics(found, options.statistics), gradients, scales
 
 
@@ -496,7 +496,7 @@ def _token_plan_a(
         )
         log_prob = None if found is None or found.nll is None else 0.0 - found.nll
     stats = () if log_prob is None else _stats(token, log_prob, problem.row_weight, found)
-    return rows, stats, own_gradients(token.options, of_call, problem, gradients), scales
+    return rows, stats, own_gradients(token.options, of_call, problem, gradients, scales), scales
 
 
 @opaque("linear_ce_token_values")

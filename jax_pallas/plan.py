@@ -181,8 +181,6 @@ def _why_shards_are_chunked(key: PlanKey) -> str | None:
     of_smoothing = _why_smoothed_shards_are_chunked(key)
     if x.dtype == "float32":
         kind = f"with {x.dtype} input"
-    elif x.dtype == "float16" and key.token_parts > 1:
-        kind = f"with {x.dtype} input and tokens that are gathered (gather='tokens')"
     elif w.dtype != x.dtype:
         kind = f"with {w.dtype} linear_weight"
     elif of_smoothing is not None:
@@ -324,7 +322,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     hopper = key.implementation == "mosaic"
     takes_head = not casts_head or key.splits_head  # the kernels of scaled exponentials
     multiplies = hopper and takes_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
-    if key.grad_into or (hopper and key.splits_head):
+    if (key.grad_into and (hopper or key.stage != "saved_rows")) or (hopper and key.splits_head):
         # XLA's GEMM of the first chunk would not add in place, and TMA adds to float32 rows in tiles of 8 rows.
         stores = multiplies and (key.vocab_axis == 1 or vocab % 8 == 0)
         multiplies = stores
@@ -343,7 +341,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         and (key.stage == "losses" or x.dtype == "bfloat16" or fits_float16)
     )
     if key.stage == "saved_rows":
-        unsaved = why_unsaved(key.implementation, x, w, key.vocab_axis, key.classes, key.label_smoothing)
+        of_head = key.vocab_axis, key.classes, key.label_smoothing
+        unsaved = why_unsaved(key.implementation, x, w, *of_head, grad_into=key.grad_into)
         if unsaved is not None:
             raise ValueError(unsaved)
         assert scaled_exp
@@ -401,6 +400,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 d_weight_itemsize=4 if multiplies and key.splits_head else 2,
                 parts=1 + key.splits_head,
             )
+        added_itemsize = 4 if key.grad_into else w.itemsize
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,
             hidden=hidden,
@@ -417,13 +417,16 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             scratch=scratch,
             splits_head=key.splits_head,
             programs=key.device.multiprocessors or 1,
-            second_d_weight=0 if multiplies or fits_float16 or not key.d_weight else w.itemsize * hidden * vocab,
+            second_d_weight=0 if multiplies or fits_float16 or not key.d_weight else added_itemsize * hidden * vocab,
             scales_d_weight=fits_float16 and key.d_weight and not multiplies,
             # Numbers of the rows, and the sample of the head with its bias.
             copied=fits_float16 * (40 * tokens + tile_config.CLASS_BLOCK * (2 * x.itemsize * hidden + 8))
             + (key.shards > 0) * SHARD_ROW * tokens,
-            # The numbers of this device, of all devices before and after they are summed, and merged.
-            exchanged=(key.shards > 0) * 4 * EXCHANGED * (3 * key.shards + 2),
+            # The numbers of this device, of all devices before and after they are summed, and merged. Rows of d_input
+            # of the chunk before.
+            exchanged=(key.shards > 0)
+            * 4
+            * (EXCHANGED * (3 * key.shards + 2) + hidden * (key.stage == "saved_rows" and key.d_input)),
             token_parts=key.token_parts,
             batch_invariant=key.batch_invariant,
             room=room,
@@ -467,9 +470,17 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
 
 
 def why_unsaved(
-    implementation: str, x: MatrixLayout, w: MatrixLayout, vocab_axis: int, classes: int, label_smoothing: float
+    implementation: str,
+    x: MatrixLayout,
+    w: MatrixLayout,
+    vocab_axis: int,
+    classes: int,
+    label_smoothing: float,
+    *,
+    grad_into: bool,
 ) -> str | None:
-    """Returns why kernels save no rows of a call, a sentence, or None. x is the input and w the head."""
+    """Returns why kernels save no rows of a call, a sentence, or None. x is the input and w the head. `grad_into`:
+    d_weight is summed in float32, because devices have different tokens."""
     vocab, hidden = w.shape[vocab_axis], x.shape[1]
     limits = None
     if implementation == "mosaic":
@@ -486,6 +497,8 @@ def why_unsaved(
         kind = f"here, because {limits}"
     elif implementation != "mosaic" and not vocab == classes == tile_config.padded(vocab):
         kind = f"with {classes} classes in {vocab} rows, because these kernels save rows of a multiple of 64 classes"
+    elif implementation == "mosaic" and grad_into and vocab_axis == 0 and vocab % 8:
+        kind = f"with token_axis_names and {vocab} rows of linear_weight, because these kernels add to multiples of 8"
     else:
         return None
     return f"saved_budget must be 0 {kind}: use implementation='chunked'"

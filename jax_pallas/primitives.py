@@ -8,6 +8,7 @@ primitive has no mesh.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -22,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, g
 from jax_pallas.launch import Lowering
 
 Function = Callable[..., Any]
+OF_SHARD = re.compile(r"\.(d_weight|d_bias|e|unit_d_input|rho|theta|unit_scale)\b")  # paths, also of `SavedRows`
 Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, size, arrays, axes) -> results or None
 
 
@@ -60,7 +62,8 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
 
     Where `returns_tuple`, `function` returns a tuple of arrays. Other results are put together as a trace of `function`
     shows them. If the call divides the vocabulary among devices, all results but d_weight and d_bias are the same on
-    these devices (`vocab_shard.py`), and d_input on those that have the same rows of the input.
+    these devices (`vocab_shard.py`), and d_input on those that have the same rows of the input. So are what a call
+    saves of its rows.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -86,7 +89,7 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
 
         def typed(path: str, array: Any) -> jax.core.ShapedArray:
             sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(array.shape)))
-            kind = axes if path.endswith((".d_weight", ".d_bias")) else shared
+            kind = axes if OF_SHARD.search(path) else shared
             kind = of_input if path.endswith(".d_input") else kind
             return jax.core.ShapedArray(array.shape, array.dtype, sharding=sharding, manual_axis_type=kind)
 

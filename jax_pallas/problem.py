@@ -71,6 +71,11 @@ class Problem:
         return rows
 
     @property
+    def most_classes(self) -> int:
+        """K, or where devices divide the vocabulary the rows of a shard."""
+        return self.linear_weight.shape[self.vocab_axis] if self.devices.vocab_axes else self.classes
+
+    @property
     def masks_classes(self) -> bool:
         """Whether which rows of linear_weight are padding is known only when the program runs."""
         rows = self.devices.shards * self.linear_weight.shape[self.vocab_axis]

@@ -246,12 +246,16 @@ def pick(
     return CallRows(target, row_weight, ref_exponent, top, flag, *made), held
 
 
-def no_rows_yet(target: Array, row_weight: Array, *, flags: int, largest: bool, gradients: bool) -> CallRows:
-    """Returns the rows of a call as `pick` does, without reference exponents."""
+def no_rows_yet(
+    problem: Problem, target: Array, row_weight: Array, *, flags: int, largest: bool, gradients: bool,
+) -> CallRows:  # fmt: skip
+    """Returns the rows of a call as `pick` does, without reference exponents; of float16, with room for what
+    `float16.place` measures."""
     size = target.shape
     ref_exponent, top = jnp.full(size, jnp.inf), jnp.full(size, -jnp.inf)
     made: Any = (lax.empty(size, jnp.float32) if needed else None for needed in (True, True, True, largest, gradients))
-    return CallRows(target, row_weight, ref_exponent, top, jnp.zeros(flags, jnp.int32), *made)
+    largest_x = lax.empty((problem.tokens,), jnp.float32) if plan_of(problem).fits_float16 else None
+    return CallRows(target, row_weight, ref_exponent, top, jnp.zeros(flags, jnp.int32), *made, largest_x=largest_x)
 
 
 def column_sums(ref: Any, row: Array, needed: Any = True) -> Array:

@@ -14,6 +14,10 @@ The implementation determines the shapes of what is saved, so it is chosen where
 
 If a gradient of the entropy or of lse arrives, what was kept is not used. The backward pass is then that of
 `ops.log_probs`.
+
+Where devices divide the vocabulary, each keeps the exponentials of its own classes and the whole d_input, whose parts
+are added in the forward pass. In the backward pass of the saved rows they exchange nothing. Devices with different
+tokens add their gradients of the head in the backward pass. Tokens that devices gather are gathered at once.
 """
 
 from collections.abc import Callable
@@ -27,6 +31,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, ops
+from jax_pallas.gathering import own_part
 from jax_pallas.launch import DeviceInfo, Lowering
 from jax_pallas.ops import Arrays, Options
 from jax_pallas.plan import ExecutionPlan, Stage, why_unsaved
@@ -48,7 +53,14 @@ from linear_ce.chunking import SavedRowCount, choose_saved_rows, plan_passes
 
 def saved_rows(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> SavedRowCount:
     """Returns which rows of a call are saved: the first ones."""
-    return _count(options.named(arrays)["input"], options.classes, needs_grad, options.saved_budget)
+    problem = _unplanned(options, arrays)
+    return _count(problem.input, problem.most_classes, needs_grad, options.saved_budget)
+
+
+def _unplanned(options: Options, arrays: Arrays) -> Problem:
+    """Returns the problem of a call without its plan."""
+    shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
+    return Problem(**options.named(arrays), **shared, devices=options.devices)
 
 
 def _count(x: Array, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
@@ -84,7 +96,7 @@ def explained_plan(
         options = memory_budget, implementation, needs_grad, device
         return partial(ops.plan_for, replace(problem, input=of_rows), stage, *options)
 
-    saved = _count(x, problem.classes, needs_grad, saved_budget)
+    saved = _count(x, problem.most_classes, needs_grad, saved_budget)
     rest, passes = saved.tokens - saved.rows, []
     if rest or not saved.tokens:
         passes += [plan_of_rows(rest, "row_gradients", needs_grad), plan_of_rows(rest, "losses", NO_GRADIENTS)]
@@ -101,16 +113,16 @@ def explained_plan(
 def check_saves(problem: Problem, implementation: str) -> None:
     """Raises ValueError for a call with which kernels save no rows, however many rows there are."""
     x, w, smoothing = layout_of(problem.input), layout_of(problem.linear_weight), problem.spec.label_smoothing
-    why = why_unsaved(implementation, x, w, problem.vocab_axis, problem.classes, smoothing)
+    into = problem.grad_into is not None or problem.devices.sums_in_float32
+    why = why_unsaved(implementation, x, w, problem.vocab_axis, problem.most_classes, smoothing, grad_into=into)
     if why is not None:
         raise ValueError(why)
 
 
 def _checked_rows(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> int:
     """Returns how many rows are saved. Raises ValueError for a call with which kernels save no rows."""
-    shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
     assert options.saved_as is not None
-    check_saves(Problem(**options.named(arrays), **shared), options.saved_as)
+    check_saves(_unplanned(options, arrays), options.saved_as)
     return saved_rows(options, arrays, needs_grad).rows
 
 
@@ -176,7 +188,8 @@ def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
         results, residuals = ops.log_probs_fwd(options, *primals)
         return results, (residuals, None)
     of_entropy = partial(ops.make_problem, "gradients", options, arrays, needs_grad, entropy=True)
-    _check_passes(options, arrays, needs_grad, rows, of_entropy)
+    # Kernels with a shard of the vocabulary differentiate log_prob only.
+    _check_passes(options, arrays, needs_grad, rows, *[of_entropy] * (not options.devices.vocab_axes))
     loss, found, saved = _saved_losses((options, needs_grad), *arrays)
     assert found.entropy is not None
     return (0.0 - loss, found.entropy, found.lse), (None, _residuals(arrays, found, saved, needs_grad))
@@ -205,7 +218,8 @@ def _of_upstream(options: Options, kept: Any, d_loss: Array) -> Any:
     """Returns the results of a backward rule for upstream gradients (N,) of the losses."""
     arrays, _, lse, saved, needs_grad = kept
     factor = jnp.where(options.named(arrays)["row_weight"] != 0, d_loss, 0.0)
-    return options.cotangents(_saved_gradients((options, needs_grad), arrays, factor, lse, saved))
+    gradients = _saved_gradients((options, needs_grad), arrays, factor, lse, saved)
+    return options.cotangents(ops._summed(options, gradients, None, arrays)[0])
 
 
 @opaque("linear_ce_saved_losses")
@@ -285,13 +299,15 @@ def _saved_gradients(
     The gradients of the head by the rows that were not saved come first. Those by the saved rows are added to them.
     """
     options, needs_grad = static
-    rows, tokens = saved_rows(options, arrays, needs_grad).rows, len(factor)
+    rows, tokens, sends = saved_rows(options, arrays, needs_grad).rows, len(factor), options.devices.gather == "head"
     d_head, d_others = NOTHING_COMPUTED, None
     if rows < tokens:
         others = _of_rows(options, arrays, slice(rows, None))
         row_weight, of_others = options.named(others)["row_weight"], factor[rows:]
         upstream = jnp.where(of_others != 0, of_others * row_weight, 0.0)
-        d_others, *rest = ops.gradients_of_rows(static, others, lse[rows:], upstream)
+        # The sum of all rows is sent if the head was gathered.
+        unsent = replace(options, devices=options.devices._replace(gather=None)) if sends else options
+        d_others, *rest = ops.gradients_of_rows((unsent, needs_grad), others, lse[rows:], upstream)
         d_head = Gradients(None, *rest)
     first, factor = _of_rows(options, arrays, slice(0, rows)), factor[:rows]
     problem = _saved_problem(options, first, needs_grad, lowering)
@@ -312,8 +328,8 @@ def _saved_gradients(
         # A row of NaN whose upstream gradient is 0 has a zero gradient, as where it is computed here.
         d_input = jnp.where(input_factor[:, None] == 0, 0.0, scaled).astype(saved.unit_d_input.dtype)
         d_input = d_input if d_others is None else jnp.concatenate([d_input, d_others])
-    return d_head._replace(d_input=d_input)
+    return d_head._replace(d_input=d_input, d_weight=own_part(options, problem, d_head.d_weight))
 
 
-row_losses = ops.operator_of_rows("linear_ce_saved_row_losses", _row_losses)
-log_probs = ops.operator_of_rows("linear_ce_saved_log_probs", _log_probs)
+row_losses = ops.on_devices(ops.operator_of_rows("linear_ce_saved_row_losses", _row_losses), _row_losses, ops._places)
+log_probs = ops.on_devices(ops.operator_of_rows("linear_ce_saved_log_probs", _log_probs), _log_probs, ops._places)

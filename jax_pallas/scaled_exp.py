@@ -60,7 +60,8 @@ from jax_pallas import (
 )
 from jax_pallas.d_weight_parts import DWeightParts, Sums
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, halves, plan_of
+from jax_pallas.head_rows import target_rows, times_head
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, halves, plan_of
 from jax_pallas.row_kernels import CallRows, ChunkNumbers, TargetPlaces
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.row_statistics import finish_statistics
@@ -101,6 +102,8 @@ class Carry(NamedTuple):
     d_bias: Array | None  # (K,) float32
     ahead: GatheredChunk | None = None  # the next chunk, of `TokenSlices`
     parts: Sums | None = None  # of d_weight, in its place, of `DWeightParts`
+    # With shards and saved exponentials: a chunk and its rows of d_input, whose sum ends beside the logits of the next.
+    waiting: tuple[Slice, Array] | None = None
 
 
 def scaled_exp(
@@ -163,11 +166,14 @@ def saved_gradients(
     """
     if saved.e is None or saved.rho is None or saved.theta is None:
         return others
+    if problem.devices.vocab_axes:
+        problem = shard_rows.of_own_classes(problem)
     config, b = plan_of(problem).scaled_exp_config, problem.linear_bias
     rho, theta = (jnp.where(factor == 0, 0.0, factor * array) for array in (saved.rho, saved.theta))
     _, d_weight, d_bias = others
     if needs_grad.d_weight and d_weight is None:  # overwritten by the first chunk
-        d_weight = lax.empty(problem.linear_weight.shape, problem.input.dtype)
+        dtype = problem.input.dtype if problem.grad_into is None else jnp.float32  # to be summed over devices
+        d_weight = lax.empty(problem.linear_weight.shape, dtype)
     if needs_grad.d_bias:
         d_bias = jnp.zeros(problem.classes) if d_bias is None else d_bias[: problem.classes].astype(jnp.float32)
     for start, e in zip(range(0, problem.tokens, config.rows), saved.e, strict=True):
@@ -189,7 +195,10 @@ def saved_gradients(
             d_weight = _add_d_weight(problem, chunk, e, x, 0, d_weight, power, first=first)
     target = jnp.where((problem.target >= 0) & (problem.target < problem.classes), problem.target, -1)
     d_weight, d_bias = _add_targets(problem, target.astype(jnp.int32), theta, theta, d_weight, d_bias)
+    if d_weight is not None:
+        d_weight = shard_rows.clear_padding(problem, d_weight, problem.vocab_axis)
     if d_bias is not None and b is not None:
+        d_bias = shard_rows.clear_padding(problem, d_bias, 0)
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
     return Gradients(None, d_weight, d_bias)
 
@@ -244,17 +253,17 @@ def _run(
     if token_parts == 1:
         rows, held = row_kernels.pick(problem, target, row_weight, holds=needs_grad.d_input, **options)
     else:
-        slices, rows = TokenSlices(problem, whole.devices), row_kernels.no_rows_yet(target, row_weight, **options)
+        slices = TokenSlices(problem, whole.devices)
+        rows = row_kernels.no_rows_yet(problem, target, row_weight, **options)
         held = lax.empty(problem.input.shape, problem.input.dtype) if needs_grad.d_input else None
     of_shard = None
     if slices is not None:
         of_shard = ShardRows(whole, whole_target)
     elif shards:
         rows, of_shard = shard_rows.start(rows, whole_target, whole)
-    if plan_of(problem).fits_float16:
-        rows = float16.place(problem, rows, problem.input if held is None else held)
+    if slices is None and plan_of(problem).fits_float16:
+        rows = float16.place(problem, rows, problem.input if held is None else held, Slice(0, tokens, None))
     places = row_kernels.call_places(problem, target, others + 1)
-
     parts = None
     if needs_grad.d_weight:
         parts = DWeightParts.of(problem, whole.devices, smoothing, scales, chunks=others + 1)
@@ -287,12 +296,20 @@ def _run(
         chunks = []
         for start in range(0, tokens, config.rows):
             carry, one = body(carry, Slice(start, min(config.rows, tokens - start), None), first=start == 0)
-            carry, one = lax.optimization_barrier((carry, one))
+            waiting = carry.waiting
+            carry, one = lax.optimization_barrier((carry._replace(waiting=None), one))
+            carry = carry._replace(waiting=waiting)
             chunks.append(one)
+        if carry.waiting is not None:
+            assert carry.held is not None
+            chunk, total = carry.waiting
+            carry = carry._replace(held=chunk.put(carry.held, total))
         e = tuple(one.saved.e for one in chunks if one.saved is not None)
         without_e = (one._replace(saved=one.saved and one.saved._replace(e=None)) for one in chunks)
         found = jax.tree.map(lambda *of_chunks: jnp.concatenate(of_chunks), *without_e)
         found = found._replace(saved=found.saved._replace(e=e))
+    if shards and (smoothing is not None or plan_of(problem).fits_float16):
+        carry = lax.optimization_barrier(carry)  # or the last sum of d_input would begin beside what follows
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if scales is not None and rows.theta is not None:  # so far they are scaled as d_input is
         rows = rows._replace(theta=rows.theta * (scales[1] / scales[0]))
@@ -363,8 +380,7 @@ def _chunk(
     following = following_x = None
     if slices is not None:
         assert carry.ahead is not None
-        (x, ref_exponent), start, following = carry.ahead, 0, slices.next(chunk, first=first)
-        rows = rows._replace(ref_exponent=Slice(chunk.start, size, None).put(rows.ref_exponent, ref_exponent))
+        (x, rows), start, following = slices.begin(rows, chunk, carry.ahead), 0, slices.next(chunk, first=first)
         if following is not None:
             following_x, x = slices.gather(following, x)
     elif carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
@@ -383,6 +399,13 @@ def _chunk(
     rows, numbers = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, **options
     )
+    if carry.waiting is not None:
+        earlier, total = carry.waiting
+        # The rows replace those of x after it was read. Their sum ends before that of the numbers begins: XLA runs one
+        # collective at a time, and would begin it after that of the numbers, beside no matmul.
+        found, x, total = lax.optimization_barrier((numbers.found, x, total))
+        numbers, x = numbers._replace(found=found), earlier.put(x, total)
+        carry = carry._replace(held=x, waiting=None)
     scales_x, by_row, ahead = carry.d_weight is not None, statistics & BY_ROW != 0, None
     scales_x |= parts is not None
     if slices is not None and following is not None and following_x is not None:
@@ -408,7 +431,8 @@ def _chunk(
             smooth = smoothing.of_input(Slice(chunk.start, size, None).of(rows.row_weight))
     unit_scale = None
     if units and rho is not None and rows.theta is not None:
-        unit_scale = float16.unit_scale(problem, rows, chunk)
+        whole, target = (problem, rows.target) if of_shard is None else of_shard
+        unit_scale = float16.unit_scale(whole, rows, target, chunk)
         rows = rows._replace(theta=chunk.put(rows.theta, chunk.of(rows.theta) / unit_scale))
         rho = rho / jnp.pad(unit_scale, (0, size - chunk.size), constant_values=1.0)
     if fits and e is not None and rho is not None:
@@ -431,7 +455,8 @@ def _chunk(
     x = x if scaled is None else scaled
     if found.others is not None:
         return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho, power), of_tokens
-    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, slices, parts, power, smooth, first=first)
+    options = {"waits": saves, "first": first}
+    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, slices, parts, power, smooth, **options)
     return carry, of_tokens
 
 
@@ -531,11 +556,13 @@ def _add_gradients(
     power: Array | None,
     smooth: tuple[Array, Array] | None,
     *,
+    waits: bool,
     first: bool,
 ) -> Carry:
     """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. power: (50). With the terms
-    `smooth` of `Smoothing.of_input`, d_weight has begun with its own."""
-    rows, held, d_weight, d_bias, ahead, sums = carry
+    `smooth` of `Smoothing.of_input`, d_weight has begun with its own. With `waits` the sum of d_input over devices, for
+    which no matmul of d_weight waits, is not put to its place yet."""
+    rows, held, d_weight, d_bias, ahead, sums, _ = carry
     if d_bias is not None:
         of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
         d_bias = d_bias + of_rows.sum(0)
@@ -546,6 +573,8 @@ def _add_gradients(
         of_shards = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
         devices = of_shard.problem.devices
         total = of_shards(devices, part, ordered=plan_of(problem).batch_invariant)
+        if waits:
+            return carry._replace(held=vocab_shard.after_begin(x), waiting=(chunk, total))
         sent = vocab_shard.sent_by_sum(devices, part, of_own=slices is not None)
         e = vocab_shard.after_begin(e)
     if parts is not None and sums is not None:
@@ -703,39 +732,6 @@ def _part_of_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, r
     return with_layout_constraint((by_rho + by_theta)[: chunk.size], Layout((0, 1)))
 
 
-def times_head(problem: Problem, e: Array, rows: int) -> Array:
-    """Returns the matmul of the exponentials of so many rows and the head, (rows, D) float32. Of a split head both
-    halves are multiplied, one vocabulary chunk at a time; so is a head of which the device knows how many are classes.
-    """
-    axis, count = problem.vocab_axis, problem.class_count
-    if not problem.spec.splits_head and count is None:
-        return float32_matmul(e, problem.linear_weight, (1, axis))
-
-    def body(total: Array, vocab_chunk: Slice) -> tuple[Array, None]:
-        part = vocab_chunk.of(e[:rows], axis=1)
-        if vocab_chunk.fresh is not None:
-            part = jnp.where(vocab_chunk.fresh, part, 0)
-        if count is not None:  # the padding may hold NaN
-            is_class = jnp.expand_dims(vocab_chunk.start + jnp.arange(vocab_chunk.size) < count, 1 - axis)
-            w = jnp.where(is_class, problem.weight_of(vocab_chunk), 0)
-            total, w, part = lax.optimization_barrier((total, w, part))
-            return total + float32_matmul(part, w, (1, axis)), None
-        high, low = jnp.split(problem.weight_of(vocab_chunk), 2, 1 - axis)
-        total = total + float32_matmul(part, high, (1, axis))
-        # One after the other: XLA would join the matmuls, whose result would be twice as large.
-        total, part = lax.optimization_barrier((total, part))
-        return total + float32_matmul(part, low, (1, axis)), None
-
-    zero = lax.optimization_barrier(jnp.float32(0))  # XLA would keep zeros for the first sum
-    start = jnp.full((rows, problem.input.shape[1]), zero)
-    size = (
-        plan_of(problem).scaled_exp_config.head_rows
-        if count is None
-        else min(problem.classes, tile_config.COUNTED_CLASSES)
-    )
-    return over_slices(body, start, problem.classes, size)[0]
-
-
 def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array) -> tuple[Array, Array | None]:
     """Returns held with the targets' rows of the head in the place of a chunk's rows. Those of a split head are the
     high halves, and the low halves (n, D) are returned beside them."""
@@ -745,14 +741,6 @@ def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array
     if problem.spec.splits_head:
         picked, low = jnp.split(halves(picked, held.dtype, 1), 2, 1)
     return chunk.put(held, picked), low
-
-
-def target_rows(problem: Problem, column: Array) -> Array:
-    """Returns the rows (n, D) of the head that `column` (n,) names, each within the head, in the input's dtype, or
-    float32 if the head is split."""
-    picked = jnp.take(problem.linear_weight, column, axis=problem.vocab_axis, mode="clip")
-    picked = picked if problem.vocab_axis == 0 else picked.T
-    return picked if problem.spec.splits_head else picked.astype(problem.input.dtype)
 
 
 def _add_targets(

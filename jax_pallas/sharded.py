@@ -100,8 +100,8 @@ def linear_cross_entropy(
             classes. The kernels gather them chunk by chunk. "head": the head is gathered once, in its own dtype, and
             its gradient is reduce-scattered in float32. None: "tokens" where they have fewer tokens than the head has
             classes, otherwise "head".
-        **options: the other arguments of `jax_pallas.linear_cross_entropy`, but saved_budget and replicated. With
-            grad_into, the sum is grad_into plus the gradient of all tokens.
+        **options: the other arguments of `jax_pallas.linear_cross_entropy`, but replicated. With grad_into, the sum is
+            grad_into plus the gradient of all tokens.
 
     Returns:
         As `jax_pallas.linear_cross_entropy`. A loss of reduction "none" is divided as target.
@@ -278,7 +278,7 @@ def _named(
     gather: Gather | None,
 ) -> Any:
     """Runs a public function of `linear_ce` over the axes that a public function of this module was given."""
-    refused = sorted({"token_axis_names", "replicated", "saved_budget"} & {*options})
+    refused = sorted({"token_axis_names", "replicated"} & {*options})
     if refused:
         raise TypeError(f"jax_pallas.sharded.{function.__name__} has no argument {refused[0]}")
     context = get_abstract_mesh() if mesh is None else mesh

@@ -11,6 +11,9 @@ of the input or of d_input. What the devices exchange, besides what they do for 
     at the end                       the rows of the input once more, for the targets' terms of d_weight, as many at a
                                      time as the memory of the exponentials holds
 
+Those exponents are the same on all devices. Of float16, each device then places the rows of a chunk by an estimate of
+the lse of its own classes (`float16.place`), before it gathers those of the next chunk.
+
 If the targets' terms were added with each chunk, they would make d_weight large before other chunks are added, and each
 of these would round it: eight chunks of bfloat16 double the error of d_weight.
 """
@@ -22,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import row_kernels, target_grad, vocab_shard
+from jax_pallas import float16, row_kernels, target_grad, vocab_shard
 from jax_pallas.devices import Devices
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import CallRows
@@ -56,6 +59,15 @@ class TokenSlices(NamedTuple):
         chunk = Slice(last, tokens - last, None)
         x = self._gather(chunk)
         return GatheredChunk(x, vocab_shard.all_sum(self.devices, self._place(rows, chunk, x)))
+
+    def begin(self, rows: CallRows, chunk: Slice, ahead: GatheredChunk) -> tuple[Array, CallRows]:
+        """Returns the rows of the input of a chunk, and the rows of the call with its reference exponents."""
+        x, of_chunk = ahead.x, Slice(chunk.start, len(ahead.ref_exponent), None)
+        rows = rows._replace(ref_exponent=of_chunk.put(rows.ref_exponent, ahead.ref_exponent))
+        if not plan_of(self.problem).fits_float16:
+            return x, rows
+        # Before the next gather, beside which only larger matmuls run.
+        return lax.optimization_barrier((x, float16.place(self.problem, rows, x, chunk)))
 
     def next(self, chunk: Slice, *, first: bool) -> Slice | None:
         """Returns the chunk after this one, or None after the last. In a loop, whose chunks all do the same, the last

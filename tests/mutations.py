@@ -582,6 +582,7 @@ JAX_TOKEN_SLICES = tests("jax_pallas_shard_rows", "tokens")
 JAX_SHARDS_BY_KERNELS = tests("jax_pallas_shard_rows", "by_the_kernels")
 JAX_SENT_HEADS = tests("jax_pallas_shard_rows", "head")
 JAX_FLOAT16_SHARDS = tests("jax_pallas_shard_rows", "float16")
+JAX_GATHERED_FLOAT16 = tests("jax_pallas_shard_rows", "small and probabilities")
 JAX_SMOOTHED_SHARDS = tests("jax_pallas_shard_rows", "smoothing")
 SCALE = (
     Mutation("core_triton/vocab_shard.py", "return rank * most, most, classes", "return 0, most, classes", TORCH_RANKS),
@@ -599,6 +600,20 @@ SCALE = (
     ),
     Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "classes=1, grad_into", "classes=0, grad_into", RANKS_BY_KERNELS),
+    Mutation(
+        "core_triton/shard_rows.py",
+        "(of_shard=(numbers.of_shard[0], numbers.ref_exponent))",
+        "()",
+        RANKS_BY_KERNELS,
+    ),
+    Mutation("core_triton/shard_rows.py", "rows.rho[chunk] *= ", "", RANKS_BY_KERNELS),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "if d_weight is not None:\n                shard_rows.put_sum",
+        "if True:\n                shard_rows.put_sum",
+        RANKS_BY_KERNELS,
+    ),
+    Mutation("core_triton/arguments.py", '"saved_budget": found.saved_budget,', "", TORCH_RANKS),
     Mutation("core_triton/token_slices.py", "tl.where(other < rank, of_other, 0)", "0", RANKS_BY_KERNELS),
     Mutation("core_triton/d_weight_parts.py", "[:, None]) & counted", "[:, None])", RANKS_BY_KERNELS),
     Mutation("core_triton/d_weight_parts.py", "sizes[-1], scatter.step)", "scatter.step, sizes[-1])", RANKS_BY_KERNELS),
@@ -716,6 +731,24 @@ SCALE = (
     ),
     Mutation("jax_pallas/token_slices.py", "jnp.where(piece.fresh, row_weight, 0.0)", "row_weight", JAX_TOKEN_SLICES),
     Mutation(
+        "jax_pallas/token_slices.py",
+        "(x, float16.place(self.problem, rows, x, chunk))",
+        "(x, rows)",
+        JAX_GATHERED_FLOAT16,
+    ),
+    Mutation(
+        "jax_pallas/float16.py",
+        "largest_x = part.put(rows.largest_x, largest_x)",
+        "largest_x = 0 * rows.largest_x",
+        JAX_GATHERED_FLOAT16,
+    ),
+    Mutation(
+        "jax_pallas/gathering.py",
+        "scales is not None and problem.grad_into is not None",
+        "False",
+        tests("jax_pallas_sharded", "normalizer"),
+    ),
+    Mutation(
         "jax_pallas/vocab_shard.py",
         "sums(devices, d_input.astype(devices.reduce_dtype))",
         "sums(devices, d_input)",
@@ -737,6 +770,20 @@ SCALE = (
     ),
     Mutation("jax_pallas/devices.py", "tokens * number < classes", "tokens < classes", JAX_SHARDED),
     Mutation("jax_pallas/gathering.py", "lax.axis_index(devices.gather_axes) * size", "0 * size", JAX_SHARDED),
+    Mutation("jax_pallas/gathering.py", "[0, 2, 3]", "[2, 3]", tests("jax_pallas_sharded", "saved")),
+    Mutation(
+        "jax_pallas/saved_ops.py",
+        "ops._summed(options, gradients, None, arrays)[0]",
+        "gradients",
+        tests("jax_pallas_sharded", "saved"),
+    ),
+    Mutation("jax_pallas/float16.py", "chunk.of(target)", "chunk.of(rows.target)", JAX_FLOAT16_SHARDS),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "if problem.devices.vocab_axes:\n        problem",
+        "if False:\n        problem",
+        JAX_FLOAT16_SHARDS,
+    ),
     Mutation(
         "jax_pallas/gathering.py",
         "found[place] = total(static, found[place], into)",
@@ -885,14 +932,14 @@ HEAD_FLOAT32 = (
     ),
     Mutation("jax_pallas/kernels.py", "else halves_of(w):", "else halves_of(w)[:1]:", JAX_SPLIT),
     Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),
-    Mutation("jax_pallas/scaled_exp.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
+    Mutation("jax_pallas/head_rows.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
     Mutation(
-        "jax_pallas/scaled_exp.py",
+        "jax_pallas/head_rows.py",
         "return total + float32_matmul(part, low, (1, axis)), None",
         "return total, None",
         JAX_SPLIT,
     ),
-    Mutation("jax_pallas/scaled_exp.py", "picked if problem.spec.splits_head else", "", JAX_SPLIT),
+    Mutation("jax_pallas/head_rows.py", "picked if problem.spec.splits_head else", "", JAX_SPLIT),
     Mutation("jax_pallas/tile_config.py", "* block_v)\n\n    def config", ")\n\n    def config", JAX_SPLIT),
     Mutation("jax_pallas/hopper_tiles.py", "STEP) if repeats else k", "STEP) if False else k", SPLIT_TILES),
     Mutation(

@@ -24,11 +24,16 @@ def requests(form: str) -> list[str]:
 
     def runs(case: Case) -> bool:
         if form in PLACEMENTS:
-            return not case.saved_budget and not case.grad_into
+            return not case.grad_into
         scalar = case.function != "log_probs" and case.spec.reduction != "none"
-        return not case.saved_budget and (form == "vocabulary" or scalar)
+        return form == "vocabulary" or scalar
 
     return [f"{form}:{case.name}" for case in cases() if runs(case)]
+
+
+# All rows under upstream gradients from 1e-6 to 1e3, a part of the rows, and gradients of the entropy, which do not use
+# what is saved.
+SAVED = ("edge-saved-tight-fp16", "edge-log_probs-saved-part-fp16", "edge-log_probs-saved-entropy-bf16")
 
 
 def programs() -> dict[str, tuple[Command, bool]]:
@@ -38,7 +43,8 @@ def programs() -> dict[str, tuple[Command, bool]]:
     quick = [
         request for at, form in enumerate(steps) for request in requests(form)[max(0, 7 * (at - 3)) :: steps[form]]
     ]
-    quick += [f"check:{name}" for name in CHECKS]
+    quick += [f"{form}:{name}" for form in ("vocabulary", "gathered_tokens") for name in SAVED]
+    quick = [*dict.fromkeys(quick), *(f"check:{name}" for name in CHECKS)]
     slow = [request for form in steps for request in requests(form) if request not in quick]
     found: dict[str, tuple[Command, bool]] = dict.fromkeys(
         quick, (python("torch_ranks.py", "4", "chunked", *quick), True)
@@ -69,6 +75,7 @@ INTERPRETED = (
     "gathered_head:mean-bf16-n123",
     "dtensor_tokens:edge-token_loss-stats-mean-fp16",
 )
+INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED[1:]))
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
 
@@ -109,6 +116,7 @@ def test_four_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
 
 
 ON_A_GPU = tuple(request for request in INTERPRETED if "fp32" not in request and not request.startswith("check"))
+ON_A_GPU += (f"vocabulary:{SAVED[0]}",)
 ON_A_GPU += tuple(f"check:{name}" for name in GATHERED_CHECKS if not name.endswith(("classes", "memory")))
 ON_A_GPU += tuple(f"check:{name}" for name in HEAD_CHECKS)
 BY_A_GPU = {request: python("torch_ranks.py", "2", "gpu", request) for request in ON_A_GPU}  # they mostly compile

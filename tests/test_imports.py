@@ -193,13 +193,13 @@ ONE_FRAMEWORK_ONLY = {
     "scaled_exp.py": {
         *("Carry", "OfTokens", "SavedChunk"),  # the carry of a loop, and what it returns
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
-        *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
-        "times_head",  # in PyTorch, `_store_d_input` has this matmul
+        "static_args",  # of kernels in Pallas
     },
     "shard_rows.py": {
         *("ReducedRows", "start_sum", "put_rows_kernel", "put_sum"),  # XLA waits for sums, and writes them
         *("with_targets", "own_target_logits", "place"),  # of tokens that are gathered chunk by chunk
         "clear_padding",  # in PyTorch a process knows its number of classes
+        *("of_merged_references", "refer_to_own"),  # XLA computes the scales of float16 from the merged numbers
         *("OwnNumbers", "merge_shards_kernel"),  # XLA fuses what it does
     },
     "token_slices.py": {

@@ -17,7 +17,7 @@ from jax_problem import planned
 from test_jax_pallas_scaled_exp import interpret, over_chunks
 
 import jax_pallas
-from jax_pallas import plan, scaled_exp, tile_config, token_losses
+from jax_pallas import head_rows, plan, scaled_exp, tile_config, token_losses
 from jax_pallas.linear_ce import (
     explain,
     linear_cross_entropy,
@@ -93,7 +93,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return lax.map(lambda row: float32_matmul(row[None], w, contract)[0], e)
 
     monkeypatch.setattr(plan, "why_variant", lambda *_: None)
-    monkeypatch.setattr(scaled_exp, "float32_matmul", row_by_row)
+    monkeypatch.setattr(head_rows, "float32_matmul", row_by_row)
     yield
     plan.make_plan.cache_clear()  # of calls that were not checked
 

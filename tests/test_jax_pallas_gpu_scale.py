@@ -1,5 +1,5 @@
-"""Tests vocabulary shards of jax_pallas by the Mosaic kernels on NVIDIA Hopper GPUs, two if there are so many: the
-cases of `test_jax_pallas_shard_rows.py`, with more rows and classes. Run with `pytest -m gpu`.
+"""Tests vocabulary shards of jax_pallas by the Mosaic kernels on NVIDIA Hopper GPUs, two if there are so many: cases
+of `test_jax_pallas_shard_rows.py`, with more rows and classes. Run with `pytest -m gpu`.
 
 As a program, this file runs the cases that its arguments name.
 """
@@ -8,12 +8,13 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from programs import Printed, each, python, run_checks
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
-from test_jax_pallas_shard_rows import CASES
+from test_jax_pallas_shard_rows import CASES, TOKEN_CASES
 
 from parity.arrays import make_arrays
 from parity.cases import Case
@@ -24,26 +25,38 @@ GPUS = 2  # at most
 BUDGET = 5 * 2**18  # bytes, for three chunks of rows or more
 
 
-def of_gpu(case: Case) -> Case:
-    """Returns a case with 8 times the rows and classes, and twice the hidden size."""
+def of_gpu(case: Case, rows: int) -> Case:
+    """Returns a case with so many rows, 8 times the classes, and a hidden size of 64."""
     vocab_size = case.spec.vocab_size
     spec = replace(case.spec, vocab_size=vocab_size and 8 * vocab_size - 1)
-    return replace(case, lead=(8 * 96 - 5,), hidden=64, vocab=8 * case.vocab, spec=spec)
+    case = replace(case, lead=(rows,), hidden=64, vocab=8 * case.vocab, spec=spec)
+    if case.name.endswith("part"):  # 512 rows are saved
+        row = 32 + 2 * (case.hidden + case.vocab // min(GPUS, jax.device_count()))
+        case = replace(case, saved_budget=4096 + 512 * row)
+    return case
 
 
-def check(case: Case) -> None:
+def check(case: Case, axis: str = "vocab", rows: int = 8 * 96 - 5, **options: Any) -> None:
     gpus = min(GPUS, jax.device_count())
-    case = of_gpu(case)
-    options = {"vocab_axis_name": "vocab", "memory_budget": BUDGET}
+    case = of_gpu(case, rows)
+    options |= {"vocab_axis_name": axis, "memory_budget": BUDGET}
     arrays = make_arrays(case)
-    found = run_sharded(case, arrays, mesh_of(vocab=gpus), "mosaic", **options)
+    found = run_sharded(case, arrays, mesh_of(**{axis: gpus}), "mosaic", **options)
     assert_within_budget(case, arrays, found)
 
 
-OF_OTHERS = ("float16, ", "smoothing")  # of these, fewer cases
+OF_OTHERS = ("float16, ", "smoothing", "saved")  # of these, fewer cases
 ON_GPUS = ("float16, padded", "float16, token loss", "float16, far logits", "smoothing", "smoothing, padded")
+ON_GPUS += ("saved", "saved, padded", "saved, part", "float16, saved")
 CHECKS = {
     case.name: partial(check, case) for case in CASES if case.name in ON_GPUS or not case.name.startswith(OF_OTHERS)
+}
+# Tokens that are gathered, in four chunks or more.
+OF_TOKENS = ("padded", "token loss", "smoothing", *ON_GPUS[:3], "float16, padded, none")
+CHECKS |= {
+    f"tokens, {case.name}": partial(check, case, "fsdp", 8 * 114, gather="tokens")
+    for case in TOKEN_CASES
+    if case.name in OF_TOKENS
 }
 COMMANDS = {name: python(Path(__file__).name, name) for name in CHECKS}
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax_problem import FUNCTIONS, gradients, planned, problem, replaced, total
 
 import jax_pallas
-from jax_pallas import hopper_gradients, kernels, scaled_exp
+from jax_pallas import head_rows, hopper_gradients, kernels, scaled_exp
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, MatrixLayout, PlanKey, make_plan
 from jax_pallas.problem import NeedsGrad, Problem, halves, plan_of
@@ -181,9 +181,9 @@ def test_d_input_takes_both_halves_and_float32_rows_of_targets(vocab_axis: int) 
     assert plan_of(ours).scaled_exp_config.head_rows == 128
     e, w = jnp.asarray(np.random.default_rng(1).uniform(size=(150, 320)), jnp.bfloat16), arrays["linear_weight"]
     w = w if vocab_axis == 0 else w.T
-    found = jax.jit(lambda e: scaled_exp.times_head(ours, e, 150))(e)
+    found = jax.jit(lambda e: head_rows.times_head(ours, e, 150))(e)
     np.testing.assert_allclose(found, np.asarray(e, np.float64) @ np.asarray(w, np.float64), rtol=1e-5, atol=1e-3)
-    assert np.array_equal(scaled_exp.target_rows(ours, arrays["target"]), w[arrays["target"]])
+    assert np.array_equal(head_rows.target_rows(ours, arrays["target"]), w[arrays["target"]])
 
 
 @pytest.mark.parametrize("vocab_axis", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -20,6 +20,7 @@ from reductions import additions_in_l2  # noqa: F401
 from jax_pallas import (
     chunked,
     float16,
+    head_rows,
     hopper_common,
     hopper_gradients,
     hopper_logits,
@@ -169,6 +170,7 @@ def test_split_head(n: int, v: int, classes: int, vocab_axis: int, adds: bool, m
     interpret(monkeypatch)
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
     monkeypatch.setattr(scaled_exp, "over_slices", over_slices)
+    monkeypatch.setattr(head_rows, "over_slices", over_slices)
     statistics, rows = LSE | OF_LOGITS, 64
     options = {**OPTIONS, "head_precision": "float32"}
     ours = problem(n, 64, v, classes, vocab_axis, options)

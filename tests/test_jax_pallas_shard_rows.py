@@ -23,11 +23,12 @@ from jax.sharding import PartitionSpec as P
 from jax_head_checks import HEAD_CHECKS
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
 
-from jax_pallas import scaled_exp, vocab_shard
+from jax_pallas import head_rows, vocab_shard
 from jax_pallas.devices import Devices
 from jax_pallas.launch import device_info
 from jax_pallas.linear_ce import explain, linear_cross_entropy, linear_log_probs, linear_token_loss_with_stats
 from jax_pallas.plan import MatrixLayout, PlanKey, make_plan
+from jax_pallas.primitives import varying
 from jax_pallas.problem import float32_matmul
 from jax_pallas.row_kernels import leaves_range
 from jax_pallas.slicing import over_chunks
@@ -109,7 +110,28 @@ CASES += (
         spec=LossSpec("none", label_smoothing=0.1),
     ),
 )
+# Rows that are saved for the backward pass.
+SAVED: dict[str, Any] = {"upstream": "random", "saved_budget": 2**24}
+WEIGHTED: dict[str, Any] = ROWS | SAVED | {"has_class_weight": True, "token_weight": "signed"}
+CASES += (
+    Case(name="saved", **WEIGHTED, spec=replace(CAPPED, softcap=None)),
+    Case(name="saved, padded", **PADDED | SAVED, spec=replace(CAPPED, vocab_size=201), logit_std=8.0, vocab_axis=1),
+    Case(name="saved, one shard", **PADDED | SAVED, spec=LossSpec("none", vocab_size=90)),
+    Case(name="saved, far logits", **ROWS | SAVED, logit_std=60.0, spec=LossSpec("none")),
+    Case(name="saved, log-probabilities", **ROWS | SAVED, **LOG_PROBS, spec=LossSpec("none")),
+    Case(name="saved, frozen input", **ROWS | SAVED, frozen=("input",), spec=LossSpec("none")),
+    replace(Case(name="saved, out of range", **ROWS | SAVED, spec=LossSpec("none")), poison=TARGETS),
+)
+CASES += tuple(
+    replace(case, name=f"float16, {case.name}", dtype="float16", upstream="wide")
+    for case in CASES
+    if case.saved_budget and case.name != "saved, frozen input"
+)
+# Of 640 rows 512 are saved: the exponentials of a device's 128 classes, and d_input.
+PART: dict[str, Any] = {"lead": (640,), "saved_budget": 4096 + 512 * (32 + 2 * (32 + 128))}
+CASES += (Case(name="saved, part", **WEIGHTED | PART, spec=LossSpec("none")),)
 QUICK = ("class weights", "token loss", "padded", "float16, padded", "bits", "invariant", "confident", "errors")
+QUICK += ("float16, saved", "saved, exchange")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
 SIZES: dict[str, Any] = {"lead": (114,), "hidden": 64}
@@ -124,6 +146,7 @@ TOKEN_CASES = (
     replace(Case(name="no token", **TOKENS), ignored="all"),
     Case(name="frozen head", **TOKENS, frozen=("linear_weight", "linear_bias"), spec=LossSpec("none")),
     Case(name="frozen input", **TOKENS, frozen=("input",)),
+    Case(name="saved", **TOKENS | SAVED, spec=LossSpec("none")),
     Case(name="padded", **TOKENS_PADDED, spec=LossSpec(vocab_size=201), logit_std=8.0, with_stats=True),
     replace(Case(name="out of range", **TOKENS, spec=LossSpec("none")), poison=TARGETS),
 )
@@ -144,7 +167,17 @@ TOKEN_CASES += (
     ),
     Case(name="smoothing, padded", **TOKENS_PADDED | MORE, spec=LossSpec("sum", label_smoothing=0.3, vocab_size=401)),
 )
-QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange")
+IN_FLOAT16 = ("mean", "token loss", "signed weights", "softcap, none", "far logits", "log-probabilities", "no token")
+IN_FLOAT16 += ("frozen head", "frozen input", "out of range")
+TOKEN_CASES += tuple(
+    replace(case, name=f"float16, {case.name}", dtype="float16") for case in TOKEN_CASES if case.name in IN_FLOAT16
+)
+OF_SAMPLE: dict[str, Any] = SHIFTED | SIZES
+TOKEN_CASES += (
+    Case(name="float16, padded", **OF_SAMPLE, has_class_weight=True, spec=LossSpec(vocab_size=401)),
+    Case(name="float16, padded, none", **OF_SAMPLE, spec=LossSpec("none", vocab_size=401), upstream="random"),
+)
+QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange", "tokens, small probabilities")
 EVERY_DAY = {*QUICK, *QUICK_TOKENS, "head, parts", "head, two chunks"}
 
 
@@ -157,14 +190,21 @@ def budget_of(case: Case) -> int:
     arrays: Any = x, head
     options: dict[str, Any] = KERNELS | {"vocab_axis": case.vocab_axis, "softcap": case.spec.softcap}
     options["label_smoothing"] = case.spec.label_smoothing
+    if case.saved_budget:
+        options |= {"reduction": "none", "saved_budget": case.saved_budget}
 
     def planned(budget: int) -> Any:
         return explain(*arrays, **options, memory_budget=budget).plan
 
     least = least_budget(planned)
     assert planned(least).path == "scaled_exp"
+
+    def has_three_chunks(plan: Any) -> bool:
+        rows = plan.chunks.rows
+        return case.n == 3 * rows if plan.saved is None else -(-plan.saved.rows // rows) == 3
+
     # The largest, because statistics and numbers of the tokens take more than `explain` knows.
-    return max(one for one in range(least, 4 * least, 2**12) if case.n == 3 * planned(one).chunks.rows)
+    return max(one for one in range(least, 4 * least, 2**12) if has_three_chunks(planned(one)))
 
 
 def check_case(case: Case) -> None:
@@ -197,9 +237,9 @@ def budget_of_tokens(case: Case, **axes: int) -> int:
     classes = case.vocab // shards
     key = PlanKey(
         stage="loss_and_gradients",
-        input=MatrixLayout((case.n, case.hidden), 2, "bfloat16"),
+        input=MatrixLayout((case.n, case.hidden), 2, case.dtype),
         linear_weight=MatrixLayout(
-            (case.hidden, classes) if case.vocab_axis else (classes, case.hidden), 2, "bfloat16"
+            (case.hidden, classes) if case.vocab_axis else (classes, case.hidden), 2, case.dtype
         ),
         vocab_axis=case.vocab_axis,
         classes=classes,
@@ -291,6 +331,58 @@ def check_bits(dtype: Any = jnp.bfloat16) -> None:
     assert stats.min() < -60
 
 
+def check_small_probabilities() -> None:
+    """float16 in chunks of 48, 48 and 18 gathered rows whose lse differ by up to 48. Some classes have probabilities of
+    about 2**-24, and the entries of x are small. So only rows that are placed by estimates of their own lse keep the
+    bits of these classes' gradients, with factors by the largest entries of their own. Of one of the two devices that
+    divide the tokens, most are ignored. Two devices have the same tokens, and the same results, bit for bit."""
+    axes, few = {"vocab": 2, "fsdp": 2}, slice(7, None, 32)
+    case = replace(Case(name="", **TOKENS | MORE), dtype="float16")
+    random = np.random.default_rng(0)
+    x, w = random.standard_normal((case.n, case.hidden)), random.standard_normal((case.vocab, case.hidden)) / 2
+    w[few] /= 5
+    x[:, 0], w[:, 0], x[:, 1], w[:, 1] = random.permutation(np.linspace(-3, 3, case.n)), 8, 1, 0
+    w[few, 1] = -3
+    x, w = (jnp.asarray(array * 2.0**exponent, jnp.float16) for array, exponent in ((x, -6), (w, 6)))
+    exact_x, exact_w = (np.asarray(array, np.float64) for array in (x, w))
+    logits = exact_x @ exact_w.T
+    target, counts = logits.argmax(1), np.ones(case.n)
+    counts[5:40] = 0
+    token_weight = jnp.asarray(2.0**32 * counts, jnp.float32)
+    options: dict[str, Any] = {"implementation": "pallas_triton", "token_axis_names": "fsdp", "gather": "tokens"}
+    options |= {"vocab_axis_name": ("vocab", "fsdp"), "memory_budget": budget_of_tokens(case, **axes)}
+
+    def body(x: Any, w: Any, y: Any, token_weight: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            return linear_cross_entropy(x, w, y, token_weight=token_weight, reduction="sum", **options)
+
+        value, pull_back = jax.vjp(loss, x, w)
+        d_x, d_w = pull_back(jnp.float32(2.0**-32))[0], pull_back(jnp.float32(2.0**-16))[1]
+        found = value[None], d_x.astype(jnp.float32)
+        found = (jax.lax.pcast(one, tuple({*axes} - varying(one)), to="varying") for one in found)
+        return tuple(one[None] for one in found), d_w
+
+    rows, head = P("fsdp"), P(("vocab", "fsdp"))
+    specs: dict[str, Any] = {"in_specs": (rows, head, rows, rows), "out_specs": (P("vocab", "fsdp"), head)}
+    arrays = x, w, jnp.asarray(target), token_weight
+    found, d_w = jax.jit(jax.shard_map(body, mesh=mesh_of(**axes), **specs))(*arrays)
+    for one in map(np.asarray, found):
+        assert np.array_equal(one[0], one[1])
+    loss, d_x = (np.asarray(one[0], np.float64) for one in found)
+    assert loss[0] == loss[1]
+    lse = np.log(np.exp(logits).sum(1))
+    assert np.ptp(lse) > 40
+    np.testing.assert_allclose(loss, 2.0**32 * ((lse - logits.max(1)) * counts).sum(), rtol=1e-6)
+    p = np.exp(logits - lse[:, None])
+    assert 2.0**-24 < p[:, few].mean() < 2.0**-21
+    p[range(case.n), target] -= 1
+    d_logits = p * counts[:, None]
+    for one, exact in (d_x, d_logits @ exact_w), (d_w, 2.0**16 * d_logits.T @ exact_x):
+        errors = np.abs(np.asarray(one, np.float64) - exact).max(1)  # of each row of x and of the head
+        assert (errors <= 2e-3 * np.abs(exact).max(1)).all()
+    assert (errors <= 1e-3 * np.abs(exact).max(1))[few].all()
+
+
 def check_invariant() -> None:
     """With batch_invariant a row has the same bits among any rows, some of which are computed again. No kernel of this
     machine computes d_input, so here each row is multiplied by itself. The devices add their parts in their order."""
@@ -315,7 +407,7 @@ def check_invariant() -> None:
 
     with (
         mock.patch("jax_pallas.plan.why_variant", return_value=None),
-        mock.patch.object(scaled_exp, "float32_matmul", row_by_row),
+        mock.patch.object(head_rows, "float32_matmul", row_by_row),
         mock.patch.object(vocab_shard, "own_sum_of_d_input", None),
     ):
         everything = [*range(len(x))]
@@ -391,6 +483,23 @@ def check_exchange(dtype: Any = jnp.bfloat16, classes: int = 256, **options: Any
     assert sorted(sums) == ["tensor<128xf32>", *of_smoothing, "tensor<4x2x96xf32>", "tensor<96x32xf32>"]
 
 
+def check_exchange_of_saved() -> None:
+    """The same, in three chunks. Nothing is exchanged in the backward pass."""
+    x, w, y = given_arrays()
+    case = next(case for case in CASES if case.name == "saved")
+    options = KERNELS | {"reduction": "none", "saved_budget": 2**24, "memory_budget": budget_of(case)}
+
+    def pull_back(x: Any, w: Any, y: Any) -> Any:
+        losses, back = jax.vjp(lambda x, w: linear_cross_entropy(x, w, y, **options), x, w)
+        return losses, back(losses)
+
+    text = of_shards(pull_back, (P(), (P(), P("vocab")))).lower(x, w, y).as_text()
+    assert not re.search("all_gather|all_to_all|reduce_scatter|collective_permute", text)
+    sums = re.findall(r"all_reduce.*?\}\) : \((tensor<\S+>)\)", text, re.DOTALL)
+    of_chunks = ["tensor<32x32xf32>"] * 3 + ["tensor<4x2x32xf32>"] * 3
+    assert sorted(sums) == sorted(["tensor<192xf32>", *of_chunks])  # of whole blocks of rows
+
+
 def check_errors() -> None:
     x, w, y = given_arrays()
 
@@ -429,6 +538,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "exchange": check_exchange,
     "float16, exchange": partial(check_exchange, jnp.float16),
     "smoothing, exchange": partial(check_exchange, classes=512, label_smoothing=0.1),
+    "saved, exchange": check_exchange_of_saved,
     "errors": check_errors,
     **{f"tokens, {case.name}": partial(check_tokens, case, fsdp=SHARDS) for case in TOKEN_CASES},
     **{
@@ -436,6 +546,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         for case in TOKEN_CASES
         if case.name in ("token loss", "padded", "smoothing, none")
     },
+    "tokens, small probabilities": check_small_probabilities,
     "tokens, unrolled": check_unrolled,
     "tokens, exchange": check_exchange_of_tokens,
     **HEAD_CHECKS,

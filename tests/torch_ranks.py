@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial, reduce
@@ -35,8 +36,10 @@ if sys.argv[2:3] == ["triton"]:
     import interpret_loss  # before core_triton: the kernels run in Triton's interpreter
 
     interpret_loss.prepare_process()
+from allocations import Meter, bytes_of
+from assertions import least_budget
 from dtensor_checks import DTENSOR_CHECKS, mesh_of
-from gathered_checks import GATHERED_CHECKS
+from gathered_checks import GATHERED_CHECKS, error
 from head_checks import HEAD_CHECKS
 
 import core_triton
@@ -95,6 +98,15 @@ def budget_of(case: Case, parts: int) -> int:
     return 65536 + per_token * case.n + 8 * case.classes + rows * (4 * classes + 64 * case.hidden + 2048)
 
 
+def saved_of(case: Case, parts: int) -> dict[str, int]:
+    """Returns the option of saved rows: bytes for all rows, or for those that the budget of the case holds on one
+    device."""
+    if not case.saved_budget or case.saved_budget >= 2**24:
+        return {}
+    whole, part = (32 + 2 * (case.hidden + -(-case.vocab // ranks // 64) * 64) for ranks in (1, parts))
+    return {"saved_budget": 4096 + (case.saved_budget - 4096) // whole * part}
+
+
 def run(case: Case, arrays: Mapping[str, np.ndarray], place: Place, implementation: str | None) -> dict[str, Any]:
     """Returns this rank's outputs."""
     dtypes, padded = dtype_names(case, arrays), case.spec.vocab_size
@@ -112,6 +124,7 @@ def run(case: Case, arrays: Mapping[str, np.ndarray], place: Place, implementati
     if implementation == "gpu":
         tensors, implementation = {name: tensor.cuda() for name, tensor in tensors.items()}, "triton"
     options = options_of(case, implementation) | {"memory_budget": budget_of(case, place.parts)}
+    options |= saved_of(case, place.parts)
     if place.vocab_group is not None:
         options |= {"vocab_group": place.vocab_group, "vocab_size": padded or case.vocab}
     if place.token_group is not None:
@@ -137,7 +150,7 @@ def run_dtensors(
         tensors[name] = made if plain else distribute_tensor(made, mesh, [placement])
     parts = 1 if of_head == Replicate() or gather == "head" else ranks
     options = options_of(case, "triton" if implementation == "gpu" else implementation)
-    options |= {"memory_budget": budget_of(case, parts), "gather": gather}
+    options |= {"memory_budget": budget_of(case, parts), "gather": gather} | saved_of(case, parts)
     outputs = {}
     for name, one in torch_outputs(case, tensors, options).items():
         assert isinstance(one, DTensor), name
@@ -262,8 +275,10 @@ def check_errors(rank: int, ranks: int) -> None:
         ),
         (
             ValueError,
-            "saved_budget must be 0 with vocab_group",
-            lambda: loss(x, w, target, vocab_group=world, reduction="none", saved_budget=100),
+            "saved_budget must be the same on all ranks of vocab_group, got 100 on rank 0 and 101 on rank 1",
+            lambda: loss(
+                x, w, target, vocab_group=world, reduction="none", saved_budget=100 + rank, check_agreement=True
+            ),
         ),
         (
             ValueError,
@@ -307,6 +322,87 @@ def check_a_rank_without_classes(rank: int, ranks: int) -> None:
     torch.testing.assert_close(found.detach(), loss)
     torch.testing.assert_close(x.grad, d_input)
     torch.testing.assert_close(own.grad, d_weight[2 * rank : 2 * rank + 2])
+
+
+def check_saved_rows(rank: int, ranks: int, *, kernels: bool = False) -> None:
+    """Saved rows exchange nothing in the backward pass. The sum of a chunk's d_input ends after the next one's logits.
+    Ranks have shards of different sizes, or with padding, or no class, or different tokens."""
+    for classes, padded in ((5, False), (5, True), (1, False)):
+        assert_saved_rows(rank, ranks, classes, padded=padded, kernels=kernels)
+
+
+def assert_saved_rows(rank: int, ranks: int, classes: int, *, padded: bool, kernels: bool) -> None:
+    steps, dtype = list[str](), torch.bfloat16 if kernels else torch.float32
+    watched = [(dist, "all_reduce", "sum"), (dist, "all_gather_into_tensor", "numbers")]
+    if kernels:
+        from core_triton import scaled_exp, shard_rows
+
+        watched += [(scaled_exp, "_store_exponentials", "logits"), (shard_rows, "put_sum", "put")]
+
+    def step(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            steps.append(name)
+            return function(*arguments, **named)
+
+        return call
+
+    drawn = torch.Generator().manual_seed(0)
+    x, w = torch.randn(60, 16, generator=drawn).to(dtype), torch.randn(classes, 16, generator=drawn).to(dtype)
+    bias, target = torch.randn(classes, generator=drawn), torch.randint(classes, (60,), generator=drawn)
+    target[::7] = -100
+    upstream = torch.linspace(-1, 2, 60)
+    whole = [one.detach().float().requires_grad_() for one in (x, w, bias)]
+    logits = whole[0] @ whole[1].T + whole[2]
+    loss = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    loss = loss + 0.1 * torch.where(target == -100, 0.0, logits.logsumexp(1).square())
+    want = torch.autograd.grad(loss, whole, upstream)
+    place = Place(rank, ranks, dist.group.WORLD, 0, 1, None)
+    of_rank = [place.shard(one, classes if padded else None).requires_grad_() for one in (w, bias)]
+    options: dict[str, Any] = {"vocab_group": dist.group.WORLD, "vocab_size": classes, "z_loss_weight": 0.1}
+    options |= {"implementation": "triton" if kernels else "chunked", "linear_bias": of_rank[1], "saved_budget": 2**20}
+
+    def run(own: slice, **more: Any) -> tuple[Tensor, ...]:
+        mine = x[own].clone().requires_grad_()
+        steps.clear()
+        found = core_triton.linear_cross_entropy(
+            mine,
+            of_rank[0],
+            target[own],
+            reduction="none",
+            **options,
+            **more,
+        )
+        steps.append("backward")
+        return torch.autograd.grad(found, (mine, *of_rank), upstream[own])
+
+    def check(found: tuple[Tensor, ...], own: slice) -> None:
+        wanted = want[0][own], *(place.shard(one, classes if padded else None, fill=0.0) for one in want[1:])
+        assert all(error(*pair) < (2e-2 if kernels else 1e-6) for pair in zip(found, wanted, strict=True))
+
+    every = slice(0, 60)
+    budget = least_budget(lambda budget: run(every, memory_budget=budget))
+    with ExitStack() as patches:
+        for module, name, called in watched:
+            patches.enter_context(mock.patch.object(module, name, step(called, getattr(module, name))))
+        found = run(every, memory_budget=budget)
+    chunks, numbers = steps.count("numbers"), ["numbers", "sum"]
+    if kernels:
+        numbers = ["logits", "numbers", "put", "sum"]
+        assert steps == ["sum", "logits", "numbers", "sum", *numbers * (chunks - 1), "put", "backward"], steps
+    else:
+        assert steps == [*numbers * chunks, "backward"], steps
+    assert chunks >= 3, steps
+    check(found, every)
+    with Meter() as meter:
+        found = run(every, memory_budget=budget)
+    check(found, every)
+    of_call = {name: options[name] for name in ("vocab_group", "vocab_size", "implementation", "saved_budget")}
+    plan = core_triton.explain(x, of_rank[0], reduction="none", **of_call).plan
+    assert plan.saved is not None
+    assert plan.saved.rows == 60
+    assert meter.peak <= budget + plan.saved.bytes + bytes_of(x, *found), (meter.peak, budget, plan.saved)
+    own = slice(rank * 60 // ranks, (rank + 1) * 60 // ranks)
+    check(run(own, sequence_parallel=True), own)
 
 
 def check_killed(rank: int, ranks: int) -> None:
@@ -360,6 +456,15 @@ def check_compile(rank: int, ranks: int) -> None:
         loss = partial(core_triton.linear_cross_entropy, **options)
         found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*arrays)
         torch.testing.assert_close(found, loss(*arrays))
+    x, own = x.requires_grad_(), w[rows].requires_grad_()
+    options = {"vocab_group": group, "vocab_size": len(w), "reduction": "none", "saved_budget": 2**20}
+
+    def gradients(loss: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss(x, own, target), (x, own), torch.linspace(-1, 2, len(x)))
+
+    loss = partial(core_triton.linear_cross_entropy, **options)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled), gradients(loss))
 
 
 def check_explain(rank: int, ranks: int) -> None:
@@ -375,9 +480,13 @@ def check_explain(rank: int, ranks: int) -> None:
     assert re.search(f"tokens: gathered chunk by chunk, up to \\d+ of each of {ranks} ranks", text), text
     text = str(core_triton.explain(x, w, reduction="none", **options))
     assert "tokens" not in text, text
-    del options["sequence_parallel"], options["device"]
-    with pytest.raises(ValueError, match="saved_budget must be 0 with vocab_group"):
-        core_triton.explain(x, w, reduction="none", saved_budget=1, **options)
+    del options["memory_budget"]
+    for tokens in (100 * ranks, 100):  # of all ranks, or the same on each
+        saved_budget = 4096 + -(-tokens // 8) * 8 * (32 + 2 * (16 + 1024))  # of a rank's classes
+        text = str(core_triton.explain(x, w, reduction="none", saved_budget=saved_budget, **options))
+        assert "path: scaled_exp" in text, text
+        assert re.search(f"saved: {tokens} of {tokens} rows in .* MiB: 3 matmuls", text), text
+        options.pop("sequence_parallel", None)
 
 
 def assert_shards_err_as_one(x: Tensor, w: Tensor, target: Tensor, bias: Tensor, part: slice, **options: Any) -> None:
@@ -465,6 +574,7 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
     "fsdp2": check_fsdp2,
     "errors": check_errors,
     "a_rank_without_classes": check_a_rank_without_classes,
+    "saved_rows": check_saved_rows,
     "reduce_dtype": check_reduce_dtype,
     "compile": check_compile,
     "explain": check_explain,
@@ -472,6 +582,7 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
     **DTENSOR_CHECKS,
 }
 KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
+    "saved_rows_by_kernels": partial(check_saved_rows, kernels=True),
     "far_logits": check_far_logits,
     "smoothing": check_smoothing,
     "statistics": check_statistics,
