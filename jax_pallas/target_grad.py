@@ -159,6 +159,28 @@ def add_target_rows(io: TargetRows, target: Array, first: Array, column: Array, 
     store(io.d_weight_ref, *place, values=old + total.sum(0), mask=inside)
 
 
+def add_run(io: TargetRows, position: Array, column: Array) -> None:
+    """Adds the terms of the run of equal targets at a position to some columns.
+
+    Most runs are short: the program at the first position of the run sums it. A few runs contain a tenth of all rows.
+    In runs of MANY rows or more, the programs at the first SPLIT positions divide the columns.
+    """
+    count, width, target_ref = io.target_ref.shape[0], io.width, io.target_ref
+    target = target_ref[position]
+    before = position - 1 - jnp.arange(SPLIT, dtype=jnp.int32)
+    equal = (before >= 0) & (load(target_ref, before, mask=before >= 0) == target)
+    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SPLIT
+    first = position - offset
+    last = first + MANY - 1
+    long = (last < count) & (target_ref[lax.min(last, jnp.int32(count - 1))] == target)
+    is_class = (target >= 0) & (target < io.classes)
+    part = width // SPLIT
+    pl.when(is_class & long & (offset < SPLIT))(
+        lambda: add_target_rows(io, target, first, column + offset * part, part, MANY)
+    )
+    pl.when(is_class & ~long & (offset == 0))(lambda: add_target_rows(io, target, first, column, width, FEW))
+
+
 def target_rows_kernel(
     options: tuple[int, int, int], target_ref: Any, row_ref: Any, theta_ref: Any, x_ref: Any, _: Any, d_weight_ref: Any
 ) -> None:
@@ -188,28 +210,6 @@ def part_targets_kernel(
         return position + PART_PROGRAMS
 
     lax.while_loop(lambda position: position < last, step, first)
-
-
-def add_run(io: TargetRows, position: Array, column: Array) -> None:
-    """Adds the terms of the run of equal targets at a position to some columns.
-
-    Most runs are short: the program at the first position of the run sums it. A few runs contain a tenth of all rows.
-    In runs of MANY rows or more, the programs at the first SPLIT positions divide the columns.
-    """
-    count, width, target_ref = io.target_ref.shape[0], io.width, io.target_ref
-    target = target_ref[position]
-    before = position - 1 - jnp.arange(SPLIT, dtype=jnp.int32)
-    equal = (before >= 0) & (load(target_ref, before, mask=before >= 0) == target)
-    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SPLIT
-    first = position - offset
-    last = first + MANY - 1
-    long = (last < count) & (target_ref[lax.min(last, jnp.int32(count - 1))] == target)
-    is_class = (target >= 0) & (target < io.classes)
-    part = width // SPLIT
-    pl.when(is_class & long & (offset < SPLIT))(
-        lambda: add_target_rows(io, target, first, column + offset * part, part, MANY)
-    )
-    pl.when(is_class & ~long & (offset == 0))(lambda: add_target_rows(io, target, first, column, width, FEW))
 
 
 def add_targets(

@@ -177,6 +177,9 @@ ONE_FRAMEWORK_ONLY = {
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
         "is_one_chunk",  # XLA divides such calls among devices
     },
+    # PyTorch writes the parts of a gradient that is sent in its last chunk, to buffers. XLA adds to them in all chunks.
+    "d_weight_parts.py": {"can_send", "LastChunk", "send", "PartTargets", "part_targets_kernel", "DWeightParts"},
+    "head_scatter.py": {"offered", "sum_of_copies", "part_rows"},
     # PyTorch sees the memory of d_weight as rows of a piece of the classes. XLA would copy it, so JAX has columns.
     "first_chunk.py": {"Stores", "StoredExponentials", "FirstChunk", "memory_of", "float32_of"},
     "recompute.py": {"tma_compatible"},  # JAX arrays have no strides
@@ -215,6 +218,7 @@ ONE_FRAMEWORK_ONLY = {
     # program cannot.
     "vocab_shard.py": {
         *("own_sum_of_d_input", "rows_of_all"),  # of tokens that are gathered chunk by chunk
+        "own_part_of_sum",  # of a gathered head
         *("let_begin_kernel", "after_begin"),  # in PyTorch, collectives begin first without them
         *(
             "VocabShard",
