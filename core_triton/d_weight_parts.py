@@ -26,7 +26,7 @@ from core_triton.problem import ClassSum, Problem, plan_of
 from core_triton.smoothing import Smoothing
 from core_triton.target_grad import FEW, MANY, SPLIT, add_run
 
-PROGRAMS = 1024  # positions at a time of `part_targets_kernel`, of which few have a target in a part
+POSITIONS = 1024  # at a time of `part_targets_kernel`, of which few have a target in a part
 
 
 def can_send(scatter: HeadScatter | None, problem: Problem, tokens: int) -> bool:
@@ -85,7 +85,11 @@ def send(
 
     def write(part: slice, sums: Tensor) -> None:
         if by_hopper:
-            options = {"rank_rows": scatter.rank_rows, "first": part.start, "beside": part.start > 0}
+            options = {
+                "rank_rows": scatter.rank_rows,
+                "first": part.start,
+                "beside": part.start > 0 and scatter.ranks > 1,
+            }
             hopper_gradients.write_part(problem, *chunk[:4], sums, **options)
         for piece, place in zip(scatter.pieces(part, problem.classes), sums, strict=True):
             n = max(piece.stop - piece.start, 0)
@@ -125,7 +129,7 @@ class PartTargets:
         (tokens, hidden), block = self.x.shape, column_block(self.x.shape[1])
         launch(
             part_targets_kernel,
-            (min(tokens, PROGRAMS), cdiv(hidden, block)),
+            (min(tokens, POSITIONS), cdiv(hidden, block)),
             *self.rows,
             At(self.bounds, self.number[part.start]),
             self.x,

@@ -32,7 +32,7 @@ from core_triton import ops, vocab_shard
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
-from linear_ce.spec import DEFAULT_MEMORY_BUDGET
+from linear_ce.spec import check_memory_budget
 
 Gather = Literal["tokens", "head"]
 
@@ -383,11 +383,12 @@ class _LossOfGatheredHead(torch.autograd.Function):
                 gradients[name] = scatter.result
             elif name in gradients:
                 gradients[name] = head.own_gradient(gradients[name], head.scatter(cast(Tensor, shard)))
-        ctx.budget = local.get("memory_budget", DEFAULT_MEMORY_BUDGET)
+        ctx.budget = check_memory_budget(local.get("memory_budget"))
         ctx.save_for_backward(*(gradients.get(name) for name in ("input", *OF_HEAD)))
         return loss
 
     @staticmethod
+    @ops.no_double_backward
     def backward(ctx: Any, d_loss: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ops.scaled(Gradients(*ctx.saved_tensors), ops.Factors(d_loss, d_loss), ctx.budget)
 

@@ -79,8 +79,8 @@ class HeadScatter:
             _current.scatter = before
 
     def parts(self) -> list[slice]:
-        """Returns the rows of each rank's shard that a part has. The last part may have some more than there are, so
-        that its rows fill tiles."""
+        """Returns the rows of each rank's shard that a part has. The last part is rounded up to whole tiles, past the
+        last row of a shard."""
         last = -(-self.rank_rows // BLOCK_V) * BLOCK_V
         return [slice(start, min(start + self.step, last)) for start in range(0, last, self.step)]
 

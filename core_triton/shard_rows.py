@@ -7,8 +7,8 @@ All ranks have the same rows, and a rank computes the exponentials of its own cl
     for each chunk             three numbers a row: the sum of the exponentials, the reference exponent, which a repair
                                may have changed, and the target's logit; and the statistics of its logits. All ranks
                                add them in the same order, so they have the same results, bit for bit.
-    for each chunk             the sum of d_input over the ranks, while each adds to its own d_weight, or without
-                               d_weight computes the logits of the next chunk
+    for each chunk             the sum of d_input over the ranks, while each adds to its own d_weight; or without
+                               d_weight, and if the ranks have the same tokens, computes the logits of the next chunk
 """
 
 from dataclasses import replace

@@ -293,14 +293,19 @@ def unit_scale(problem: Problem, rows: CallRows, target: Array, chunk: Slice) ->
     """Returns the powers of two by which rho, theta and d_input of a chunk are divided, if they are saved for unknown
     upstream gradients, (chunk rows,) float32: (52). They are 1 where the factors are 0 or not finite. target (P,) are
     classes of the problem, which is that of all classes."""
-    assert rows.theta is not None
     spec, row_weight, lse = problem.spec, chunk.of(rows.row_weight), chunk.of(rows.lse)
     kept = row_weight
     if problem.class_weight is not None:
         kept = kept * problem.class_weight[chunk.of(target).clip(0)]
-    upstream = spec.logit_scale * (kept + 2.0 * spec.z_loss_weight * row_weight * lse)
+    z_loss, target_logit = 2.0 * spec.z_loss_weight * row_weight * lse, chunk.of(rows.target_logit)
+    upstream = spec.logit_scale * (kept + z_loss)
     # Where the target has all of the sum in float32, the others have less than its last bit.
-    rest = jnp.maximum(-jnp.expm1(chunk.of(rows.target_logit) - lse), 2.0**-24)
-    magnitude = jnp.maximum(jnp.abs(upstream) * rest, jnp.abs(chunk.of(rows.theta)))
+    rest = jnp.maximum(-jnp.expm1(target_logit - lse), 2.0**-24)
+    # As `finish_rows_kernel` has it, but for all rows: that of a target in another shard is 0 there, and the scale must
+    # be the same on all devices.
+    theta = spec.logit_scale * (z_loss * jnp.exp(target_logit - lse) + kept * jnp.expm1(target_logit - lse))
+    if spec.softcap is not None:
+        theta = theta * (1.0 - jnp.square(target_logit / spec.softcap))
+    magnitude = jnp.maximum(jnp.abs(upstream) * rest, jnp.abs(theta))
     usable = (magnitude > 0) & (magnitude < jnp.inf)
     return power_of_two(jnp.where(usable, jnp.frexp(magnitude)[1], 0).clip(-126, 126))

@@ -62,8 +62,8 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
 
     Where `returns_tuple`, `function` returns a tuple of arrays. Other results are put together as a trace of `function`
     shows them. If the call divides the vocabulary among devices, all results but d_weight and d_bias are the same on
-    these devices (`vocab_shard.py`), and d_input on those that have the same rows of the input. So are what a call
-    saves of its rows.
+    these devices (`vocab_shard.py`), and d_input on those that have the same rows of the input. What a call saves of
+    its rows counts as different on each device.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True

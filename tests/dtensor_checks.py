@@ -21,9 +21,13 @@ from core_triton.parallel import VocabParallel
 TOKENS, HIDDEN, CLASSES = 45, 16, 101  # none is a multiple of the ranks
 BUDGET = 44_000  # several chunks of the tokens
 ON_GPUS = sys.argv[2:3] == ["gpu"]
-head_scatter.PROGRAMS, head_scatter.BLOCK_V = 1, 256 if ON_GPUS else 4  # several parts of a gradient of the head
 
 Arrays = dict[str, Tensor]
+
+
+def use_small_parts() -> None:
+    """Makes this process send the gradient of a gathered head in several parts."""
+    head_scatter.PROGRAMS, head_scatter.BLOCK_V = 1, 256 if ON_GPUS else 4
 
 
 def drawn() -> Arrays:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from dtensor_checks import ON_GPUS, mesh_of
 from torch import Tensor
@@ -100,6 +101,20 @@ def check_sent_head(rank: int, ranks: int) -> None:
         check_gradients(given, exact_gradients(arrays), gather="head", memory_budget=2**29)
 
 
+def check_sent_head_by_the_default(rank: int, ranks: int) -> None:
+    """Without a memory_budget, under an upstream gradient, which the backward pass multiplies in pieces."""
+    arrays, mesh = drawn(), mesh_of(ranks, DEVICE)
+    given = on_mesh(arrays, mesh, arrays)
+    head = given["linear_weight"].requires_grad_()
+    options: dict[str, Any] = {"memory_budget": None, "implementation": "triton", "gather": "head"}
+    loss = 2 * core_triton.linear_cross_entropy(**given, **options)
+    [found] = torch.autograd.grad(loss, [head], retain_graph=True)
+    exact = 2 * exact_gradients(arrays)["linear_weight"]
+    assert error(found.full_tensor(), exact) < 1.1 * error(exact.bfloat16(), exact)
+    with pytest.raises(RuntimeError, match="have no second derivative"):
+        torch.autograd.grad(loss, [head], create_graph=True)
+
+
 def check_sent_head_of_fsdp2(rank: int, ranks: int) -> None:
     """The ranks have different numbers of tokens, and average gradients."""
     arrays, own = drawn(), (slice(0, TOKENS // 10), slice(TOKENS // 10, TOKENS))[rank]
@@ -143,6 +158,7 @@ def check_sent_head_in_float32(rank: int, ranks: int) -> None:
 
 HEAD_CHECKS: dict[str, Callable[[int, int], None]] = {
     "sent_head": check_sent_head,
+    "sent_head_by_the_default": check_sent_head_by_the_default,
     "sent_head_of_fsdp2": check_sent_head_of_fsdp2,
     "sent_head_of_padding": check_sent_head_of_padding,
     "sent_head_in_float32": check_sent_head_in_float32,

@@ -111,6 +111,18 @@ def check_divided_vocabulary() -> None:
     check_case(replace(CASES[1], vocab=1152), vocab=2, fsdp=2)
 
 
+def check_saved() -> None:
+    """Of 640 rows of a device 512 are saved. The gradients by both are sent together."""
+    case = Case(
+        name="part is saved", lead=(1280,), hidden=16, vocab=320, dtype="bfloat16", spec=LossSpec("none"),
+        upstream="random", saved_budget=4096 + 512 * (32 + 2 * (16 + 320)),
+    )  # fmt: skip
+    arrays = make_arrays(case)
+    options: dict[str, Any] = {"vocab_axis_name": ("fsdp",), "gather": "head"}
+    found = run_sharded(case, arrays, mesh_of(fsdp=2), "chunked", saved_budget=case.saved_budget, **options)
+    assert_within_budget(case, arrays, found)
+
+
 def check_float32() -> None:
     """Only the sum of all devices is rounded."""
     case = CASES[0]
@@ -148,6 +160,7 @@ HEAD_CHECKS: dict[str, Callable[[], None]] = {
     **{f"head, {case.name}": partial(check_case, case, fsdp=2) for case in CASES},
     "head, one chunk": partial(check_case, CASES[1], 58, fsdp=2),
     "head, two chunks": partial(check_case, replace(CASES[1], has_bias=False), 29, fsdp=2),
+    "head, part is saved": check_saved,
     "head, copies": partial(check_case, CASES[0], data=2, fsdp=2),
     "head, divided vocabulary": check_divided_vocabulary,
 }

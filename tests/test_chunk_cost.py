@@ -30,6 +30,7 @@ from jax_pallas.tile_config import CLASS_BLOCK as JAX_CLASS_BLOCK
 from jax_pallas.tile_config import FIRST_CHUNK_PIECES, cdiv, first_chunk_pieces, first_chunk_room
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import ROW_BLOCK, Call, Chunk, DInput, call_ms, least_ms
+from linear_ce.collectives import AT_ONCE, LateStart, late_start
 from linear_ce.cost_coefficients import COEFFICIENTS, CostCoefficients
 from linear_ce.gpus import GPUS, gpu_named, known_gpu
 
@@ -356,6 +357,21 @@ def test_a_measurement_can_prefer_rows(framework: str) -> None:
         assert abs(make().chunks.rows - 700) < 64
     assert make().chunks.rows == usual
     assert fewest_rows(make) == 1024
+
+
+def test_programs_begin_late_by_the_time_of_a_collective() -> None:
+    coefficients = COEFFICIENTS["h200", "torch"]
+
+    def late(sent: float, rows: int, tiles: int, programs: int = 132, classes: int = 256) -> LateStart:
+        return late_start(sent, rows, tiles, classes=classes, programs=programs, coefficients=coefficients)
+
+    # Llama-3 8B on two GPUs: 46 MB of 2,816 rows take 0.29 ms, and a tile 0.034.
+    assert late(4 * 2816 * 4096, 2816, 8032) == LateStart(24, 8)
+    assert late(4 * 2816 * 4096, 2816, 8032, classes=128) == LateStart(24, 16)
+    assert late(4 * 2816 * 4096, 2816, 8032, programs=40) == LateStart(20, 8)
+    assert late(0.0, 2816, 8032) == late(4 * 2816 * 4096, 2816, 107) == late(1.0, 8192, 8032) == AT_ONCE
+    assert late(4 * 2816 * 4096, 2816, 500) == LateStart(24, 4), "as many rounds as there are tiles"
+    assert late(1.0, 300, 12, programs=1) == AT_ONCE
 
 
 EXPLAIN: dict[str, Callable[..., Any]] = {"torch": core_triton.explain, "jax": jax_pallas.explain}

@@ -1,5 +1,6 @@
-"""Tests vocabulary shards of jax_pallas by the Mosaic kernels on NVIDIA Hopper GPUs, two if there are so many: cases
-of `test_jax_pallas_shard_rows.py`, with more rows and classes. Run with `pytest -m gpu`.
+"""Tests vocabulary shards of jax_pallas, and heads that are gathered, by the Mosaic kernels on NVIDIA Hopper GPUs, two
+if there are so many: cases of `test_jax_pallas_shard_rows.py` and `jax_head_checks.py`, with more rows and classes. Run
+with `pytest -m gpu`.
 
 As a program, this file runs the cases that its arguments name.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax_head_checks import CASES as HEAD_CASES
 from programs import Printed, each, python, run_checks
 from sharded_cases import assert_within_budget, mesh_of, run_sharded
 from test_jax_pallas_shard_rows import CASES, TOKEN_CASES
@@ -57,6 +59,12 @@ CHECKS |= {
     f"tokens, {case.name}": partial(check, case, "fsdp", 8 * 114, gather="tokens")
     for case in TOKEN_CASES
     if case.name in OF_TOKENS
+}
+# Heads that are gathered, whose gradient is sent in parts.
+CHECKS |= {
+    f"head, {case.name}": partial(check, case, "fsdp", 8 * 116, gather="head")
+    for case in HEAD_CASES
+    if case.name not in ("frozen input", "no token")
 }
 COMMANDS = {name: python(Path(__file__).name, name) for name in CHECKS}
 

@@ -77,10 +77,12 @@ def test_different_tokens(implementation: str | None) -> None:
 def test_fsdp_gathers_the_head_once(implementation: str | None) -> None:
     hidden, vocab = LLAMA
     found = compile_form("fsdp, head", 65536, LLAMA, implementation)
-    assert sorted(scalars_apart(found)) == [
-        ("all-gather", "bf16", hidden * vocab, False),
-        ("reduce-scatter", "f32", hidden * vocab, False),
-    ]
+    gathered, *sums = sorted(scalars_apart(found))
+    assert gathered == ("all-gather", "bf16", hidden * vocab, False)
+    assert {(kind, dtype, loop) for kind, dtype, _, loop in sums} == {("reduce-scatter", "f32", False)}
+    # The kernels send parts, which have whole tiles of classes.
+    assert len(sums) == 1 if implementation else len(sums) > 2
+    assert 1 <= sum(size for _, _, size, _ in sums) / (hidden * vocab) < 1.01
     # The gathered head, its gradient, and the part of the gradient that stays.
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + (6 + 4 / DEVICES) * hidden * vocab
 
@@ -89,11 +91,11 @@ def test_fsdp_of_a_head_on_d() -> None:
     """The head is divided on V first: an all-to-all of its parts, forth in its dtype and perhaps back."""
     hidden, vocab = LLAMA
     found = scalars_apart(compile_form("fsdp on D", 65536, LLAMA))
-    assert {one[:3] for one in found} == {
+    assert {one[:3] for one in found if one[0] != "reduce-scatter"} == {
         ("all-to-all", "bf16", hidden * vocab // DEVICES),
         ("all-gather", "bf16", hidden * vocab),
-        ("reduce-scatter", "f32", hidden * vocab),
     }
+    assert {one[1] for one in found if one[0] == "reduce-scatter"} == {"f32"}
     assert not any(loop for *_, loop in found)
 
 

@@ -141,10 +141,10 @@ def test_d_weight(name: str, in_l2: float | None, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("latency", [2e3, pytest.param(4e3, marks=SLOW), 20e3])
 def test_programs_that_begin_late_leave_tiles_to_others(latency: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of six tiles four programs compute one or two, or the last two compute none."""
+    """Of twelve tiles the last two of four programs compute two, one or none."""
     use_programs(monkeypatch, 4)
     monkeypatch.setattr(collectives, "LATENCY_NS", latency)
-    sizes = HEADS["few steps"]
+    sizes = Sizes(70, 70, 0, 192, 1000, 1000)
     e, x, old = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.bfloat16(sizes.vocab, sizes.hidden, seed=2)
     options: dict[str, Any] = {"vocab": sizes.vocab, "classes": sizes.classes, "vocab_axis": 0, "interpret": True}
 

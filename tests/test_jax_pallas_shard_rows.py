@@ -131,7 +131,7 @@ CASES += tuple(
 PART: dict[str, Any] = {"lead": (640,), "saved_budget": 4096 + 512 * (32 + 2 * (32 + 128))}
 CASES += (Case(name="saved, part", **WEIGHTED | PART, spec=LossSpec("none")),)
 QUICK = ("class weights", "token loss", "padded", "float16, padded", "bits", "invariant", "confident", "errors")
-QUICK += ("float16, saved", "saved, exchange")
+QUICK += ("float16, saved", "saved, exchange", "float16, saved, confident")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
 SIZES: dict[str, Any] = {"lead": (114,), "hidden": 64}
@@ -483,6 +483,17 @@ def check_exchange(dtype: Any = jnp.bfloat16, classes: int = 256, **options: Any
     assert sorted(sums) == ["tensor<128xf32>", *of_smoothing, "tensor<4x2x96xf32>", "tensor<96x32xf32>"]
 
 
+def check_saved_with_confident_targets() -> None:
+    """A confident target has the larger factor with a z-loss: theta, which only the device of the target has."""
+    case = Case(name="confident", **ROWS | SAVED, spec=LossSpec("none", z_loss_weight=0.1), logit_std=8.0)
+    case = replace(case, dtype="float16", has_bias=False, poison=())
+    arrays = make_arrays(case)
+    logits = arrays["input"].astype(np.float64) @ arrays["linear_weight"].astype(np.float64).T
+    arrays["target"] = np.where(arrays["target"] < 0, arrays["target"], logits.argmax(1))
+    found = run_sharded(case, arrays, mesh_of(vocab=SHARDS), **KERNELS, memory_budget=budget_of(case))
+    assert_within_budget(case, arrays, found)
+
+
 def check_exchange_of_saved() -> None:
     """The same, in three chunks. Nothing is exchanged in the backward pass."""
     x, w, y = given_arrays()
@@ -539,6 +550,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "float16, exchange": partial(check_exchange, jnp.float16),
     "smoothing, exchange": partial(check_exchange, classes=512, label_smoothing=0.1),
     "saved, exchange": check_exchange_of_saved,
+    "float16, saved, confident": check_saved_with_confident_targets,
     "errors": check_errors,
     **{f"tokens, {case.name}": partial(check_tokens, case, fsdp=SHARDS) for case in TOKEN_CASES},
     **{

@@ -38,7 +38,7 @@ if sys.argv[2:3] == ["triton"]:
     interpret_loss.prepare_process()
 from allocations import Meter, bytes_of
 from assertions import least_budget
-from dtensor_checks import DTENSOR_CHECKS, mesh_of
+from dtensor_checks import DTENSOR_CHECKS, mesh_of, use_small_parts
 from gathered_checks import GATHERED_CHECKS, error
 from head_checks import HEAD_CHECKS
 
@@ -610,6 +610,7 @@ def worker(
     rank: int, ranks: int, implementation: str, requests: list[str], store: str, write: Callable[..., None]
 ) -> None:
     torch.set_num_threads(1)
+    use_small_parts()
     backend = "gloo"
     if implementation == "gpu":
         torch.cuda.set_device(rank % torch.cuda.device_count())
