@@ -110,6 +110,7 @@ def check_sent_head_by_the_default(rank: int, ranks: int) -> None:
     loss = 2 * core_triton.linear_cross_entropy(**given, **options)
     [found] = torch.autograd.grad(loss, [head], retain_graph=True)
     exact = 2 * exact_gradients(arrays)["linear_weight"]
+    assert isinstance(found, DTensor)
     assert error(found.full_tensor(), exact) < 1.1 * error(exact.bfloat16(), exact)
     with pytest.raises(RuntimeError, match="have no second derivative"):
         torch.autograd.grad(loss, [head], create_graph=True)
