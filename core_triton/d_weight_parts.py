@@ -36,8 +36,9 @@ def can_send(scatter: HeadScatter | None, problem: Problem, tokens: int) -> bool
         return False
     if plan.scaled_exp_config.first_rows == tokens:  # its exponentials are in the memory of d_weight
         return False
-    # Our other kernels read slices of the exponentials from multiples of 16 bytes on.
-    return not plan.d_weight_kernel or _by_hopper(problem) or scatter.rank_rows % 8 == 0
+    # Our kernels read slices of the exponentials from multiples of 16 bytes on. TMA ends in an illegal instruction
+    # elsewhere.
+    return not plan.d_weight_kernel or scatter.rank_rows % 8 == 0
 
 
 def _by_hopper(problem: Problem) -> bool:

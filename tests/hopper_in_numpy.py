@@ -27,14 +27,15 @@ class Descriptor:
 
     def __init__(self, blocks: Blocks, memory: Memory) -> None:
         self.memory, self.dtype, self.offset = memory, memory.dtype, blocks.base.storage_offset()
-        self.shape, self.strides = blocks.shape, blocks.strides
+        self.shape, self.strides, self.itemsize = blocks.shape, blocks.strides, blocks.base.itemsize
         assert self.strides[1] == 1
-        assert self.strides[0] * blocks.base.itemsize % 16 == 0
-        assert self.offset * blocks.base.itemsize % 16 == 0
+        assert self.strides[0] * self.itemsize % 16 == 0
+        assert self.offset * self.itemsize % 16 == 0
         self.block_type = SimpleNamespace(shape=list(blocks.block))
 
     def places(self, corner: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the offsets of a block's elements, 0 outside of the matrix, and which elements are inside."""
+        assert int(corner[1]) * self.itemsize % 16 == 0  # a GPU calls such a copy an illegal instruction
         row, column = (int(first) + np.arange(size) for first, size in zip(corner, self.block_type.shape, strict=True))
         inside = ((row >= 0) & (row < self.shape[0]))[:, None] & ((column >= 0) & (column < self.shape[1]))[None, :]
         offsets = self.offset + row[:, None] * self.strides[0] + column[None, :]

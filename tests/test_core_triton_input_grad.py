@@ -303,8 +303,8 @@ def test_ampere_adds_a_sum_of_16_bits_to_float32(late: bool) -> None:
     ("rows", "first", "active"), [(200, False, 193), (70, True, 70), (70, False, 0), (20, False, 20)]
 )
 def test_part_of_d_weight(rows: int, first: bool, active: int, late: bool) -> None:
-    """A part has the last classes of two shards of 301, of which 590 are classes. Old sums past them are NaN."""
-    d, classes, rank_rows, begin, part_rows = 136, 590, 301, 40, 512
+    """A part has the last classes of two shards of 304, of which 590 are classes. Old sums past them are NaN."""
+    d, classes, rank_rows, begin, part_rows = 136, 590, 304, 40, 512
     generator = torch.Generator().manual_seed(0)
     w = head(classes, d, transposed=False, generator=generator).to(torch.bfloat16)
     inputs = torch.empty(START + rows, d, dtype=torch.bfloat16)
