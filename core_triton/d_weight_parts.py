@@ -6,27 +6,22 @@ A part has some classes of each rank's shard. For each part in turn:
                                               Hopper for all ranks at once. cuBLAS, and Hopper's kernel for a float32
                                               head, add to a copy of them
     the terms of label smoothing              `Smoothing.add_to_classes`
-    the targets' terms, of all rows           `part_targets_kernel`
+    the targets' terms, of all rows           `target_grad.add_targets_of_part`
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from core_triton import ampere_gradients, hopper_gradients, target_grad
 from core_triton.head_scatter import HeadScatter
 from core_triton.kernels import Active
-from core_triton.launch import At, cdiv, column_block, launch
+from core_triton.launch import At
 from core_triton.packed_rows import PackedRows
 from core_triton.problem import ClassSum, Problem, plan_of
 from core_triton.smoothing import Smoothing
-from core_triton.target_grad import FEW, MANY, SPLIT, add_run
-
-POSITIONS = 1024  # at a time of `part_targets_kernel`, of which few have a target in a part
 
 
 def can_send(scatter: HeadScatter | None, problem: Problem, tokens: int) -> bool:
@@ -127,52 +122,5 @@ class PartTargets:
 
     def add(self, part: slice, sums: Tensor) -> None:
         """Adds the terms of a part to its sums (ranks, n, D)."""
-        (tokens, hidden), block = self.x.shape, column_block(self.x.shape[1])
-        launch(
-            part_targets_kernel,
-            (min(tokens, POSITIONS), cdiv(hidden, block)),
-            *self.rows,
-            At(self.bounds, self.number[part.start]),
-            self.x,
-            sums,
-            self.first[part.start],
-            hidden,
-            *self.x.stride(),
-            FEW=FEW,
-            MANY=MANY,
-            SPLIT=SPLIT,
-            BLOCK_D=block,
-            num_warps=4,
-        )
-
-
-@triton.jit
-def part_targets_kernel(
-    place_ptr,
-    row_ptr,
-    theta_ptr,
-    bound_ptr,
-    input_ptr,
-    sum_ptr,
-    first,
-    hidden,
-    input_stride,
-    input_stride_d,
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Adds theta * input to the targets' places of a part, sum (ranks * n, D) float32, which are `first` and more.
-
-    Reads rows sorted by place, of which this part has those from bound (2,) int32 to the next one, and input (N, D).
-    `target_grad.target_rows_kernel` says how a run of equal places is summed. A program owns positions, and BLOCK_D
-    columns.
-    """
-    column, last = tl.program_id(1) * BLOCK_D, tl.load(bound_ptr + 1)
-    start_ptr = sum_ptr - tl.cast(first, tl.int64) * hidden
-    for position in range(tl.load(bound_ptr) + tl.program_id(0), last, tl.num_programs(0)):
-        add_run(
-            place_ptr, row_ptr, theta_ptr, last, input_ptr, start_ptr, None, position, column, hidden, 2147483647,
-            input_stride, input_stride_d, True, False, FEW, MANY, SPLIT, BLOCK_D,
-        )  # fmt: skip
+        bounds = At(self.bounds, self.number[part.start])
+        target_grad.add_targets_of_part(sums, self.x, *self.rows, bounds, first=self.first[part.start])

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import vocab_shard
+from core_triton.tile_config import CLASS_BLOCK, D_BLOCK
 from linear_ce.collectives import BLOCKS
 
 PARTS = 16  # about; the first part is computed, and the last one sent, while nothing else runs
@@ -29,7 +30,7 @@ BUFFERS = 3  # one is written, one is sent, and one waits to be sent; with sixte
 
 # The tiles of d_weight of a part fill whole waves on this many multiprocessors, those that a collective leaves of an
 # H100 or H200. The ranks may have other GPUs, but must send the same parts.
-PROGRAMS, BLOCK_V, BLOCK_D = 132 - BLOCKS, 256, 128
+PROGRAMS, BLOCK_V = 132 - BLOCKS, CLASS_BLOCK
 
 
 class _Current(threading.local):
@@ -155,6 +156,6 @@ def sum_of_copies(own: Tensor, shared: "Sequence[dist.ProcessGroup]", ranks: int
 def part_rows(rank_rows: int, ranks: int, width: int) -> int:
     """Returns the rows of each rank's shard of `rank_rows` rows of `width` numbers that a part has: whole tiles, which
     fill whole waves."""
-    blocks, tiles = -(-rank_rows // BLOCK_V), ranks * -(-width // BLOCK_D)
+    blocks, tiles = -(-rank_rows // BLOCK_V), ranks * -(-width // D_BLOCK)
     waves = max(1, -(-blocks // PARTS) * tiles // PROGRAMS)
     return BLOCK_V * max(1, min(waves * PROGRAMS // tiles, blocks))

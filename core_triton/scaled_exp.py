@@ -396,12 +396,10 @@ def _run(
             d_weight_parts.send(scatter, problem, rows, last, smoothing)
             d_weight = None
         elif d_weight is not None:
-            active = Active(count, start, int(first))
+            active, sent = Active(count, start, int(first)), 0.0 if reduced is None else reduced.sent
             for vocab_chunk in reversed(e.pieces(classes)):
-                of_piece = e.of(vocab_chunk)
-                to = d_weight, vocab_chunk
-                sent = 0.0 if reduced is None else reduced.sent
-                _add_d_weight(problem, of_piece, chunk_x, scratch, active, *to, first=first, sent=sent)
+                arrays = e.of(vocab_chunk), chunk_x, scratch, active, d_weight
+                _add_d_weight(problem, *arrays, vocab_chunk, first=first, sent=sent)
         if d_input is not None and reduced is not None and slices is not None:
             slices.put_sum(reduced, chunk, d_input)
         elif d_input is not None and reduced is not None:

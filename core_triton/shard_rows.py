@@ -236,7 +236,7 @@ def start_sum(of_shard: ShardRows, part: Tensor) -> ReducedRows:
     assert shard is not None
     if plan_of(of_shard.problem).batch_invariant:
         return ReducedRows(vocab_shard.ordered_sum(part, shard.ranks, shard.group), None, 0.0)
-    sent = vocab_shard.sent_by_sum(shard, part, of_own=False)
+    sent = vocab_shard.sent_by_sum(shard.ranks, part.nbytes, of_own=False)
     return ReducedRows(part, vocab_shard.start_all_sum(part, shard.group), sent)
 
 

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core_triton.launch import cdiv, column_block, launch
+from core_triton.launch import At, cdiv, column_block, launch
 
 FEW, MANY, SPLIT = 2, 32, 8  # of `target_rows_kernel`
+PART_PROGRAMS = 1024  # positions at a time of `part_targets_kernel`, of which few have a target in a part
 
 SEGMENT = 2**13  # rows that are sorted by comparing all pairs; the sorted segments are merged by bisection
 
@@ -222,6 +223,38 @@ def target_rows_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def part_targets_kernel(
+    place_ptr,
+    row_ptr,
+    theta_ptr,
+    bound_ptr,
+    input_ptr,
+    sum_ptr,
+    first,
+    hidden,
+    input_stride,
+    input_stride_d,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Adds theta * input to the targets' places of a part, sum (ranks * n, D) float32, which are `first` and more.
+
+    Reads rows sorted by place, of which this part has those from bound (2,) int32 to the next one, and input (N, D).
+    `target_rows_kernel` says how a run of equal places is summed. A program owns positions, and BLOCK_D
+    columns.
+    """
+    column, last = tl.program_id(1) * BLOCK_D, tl.load(bound_ptr + 1)
+    start_ptr = sum_ptr - tl.cast(first, tl.int64) * hidden
+    for position in range(tl.load(bound_ptr) + tl.program_id(0), last, tl.num_programs(0)):
+        add_run(
+            place_ptr, row_ptr, theta_ptr, last, input_ptr, start_ptr, None, position, column, hidden, 2147483647,
+            input_stride, input_stride_d, True, False, FEW, MANY, SPLIT, BLOCK_D,
+        )  # fmt: skip
+
+
 def add_targets(
     x: Tensor,
     target: Tensor,
@@ -251,6 +284,32 @@ def add_targets(
         *x.stride(),
         HAS_WEIGHT=d_weight is not None,
         HAS_BIAS=d_bias is not None,
+        FEW=FEW,
+        MANY=MANY,
+        SPLIT=SPLIT,
+        BLOCK_D=block,
+        num_warps=4,
+    )
+
+
+def add_targets_of_part(
+    d_weight: Tensor, x: Tensor, target: Tensor, row: Tensor, theta: Tensor, bounds: At, *, first: int
+) -> None:
+    """Launches `part_targets_kernel` on a part of d_weight (..., D), whose first class is `first`, and rows that
+    `sort_by_target` sorted, of which `bounds` has the first one of this part and of the next."""
+    (tokens, hidden), block = x.shape, column_block(x.shape[1])
+    launch(
+        part_targets_kernel,
+        (min(tokens, PART_PROGRAMS), cdiv(hidden, block)),
+        target,
+        row,
+        theta,
+        bounds,
+        x,
+        d_weight,
+        first,
+        hidden,
+        *x.stride(),
         FEW=FEW,
         MANY=MANY,
         SPLIT=SPLIT,

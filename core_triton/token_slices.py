@@ -188,7 +188,7 @@ class TokenSlices:
     def start_sum(self, part: Tensor) -> ReducedRows:
         """Starts the sums over the ranks of their parts (n, D) of d_input of a chunk, for the rows of this rank."""
         own = self.own_part[: len(part) // self.shard.ranks]
-        sent = vocab_shard.sent_by_sum(self.shard, part, of_own=True)
+        sent = vocab_shard.sent_by_sum(self.shard.ranks, part.nbytes, of_own=True)
         return ReducedRows(own, vocab_shard.start_own_sum(own, part, self.shard.group), sent)
 
     def put_sum(self, reduced: ReducedRows, chunk: slice, d_input: Tensor) -> None:

@@ -88,10 +88,9 @@ def sum_of_d_input(shard: VocabShard, d_input: Tensor) -> Tensor:
     return all_sum(d_input.to(shard.dtype), shard.group).float()
 
 
-def sent_by_sum(shard: VocabShard, d_input: Tensor, *, of_own: bool) -> float:
-    """Returns the bytes that each rank sends for the sum of d_input over all shards, or with `of_own` for that of this
-    rank's rows."""
-    return (1 if of_own else 2) * (shard.ranks - 1) / shard.ranks * d_input.nbytes
+def sent_by_sum(ranks: int, size: float, *, of_own: bool) -> float:
+    """Returns the bytes that each rank sends for a sum of `size` bytes, or with `of_own` for that of its own rows."""
+    return (1 if of_own else 2) * (ranks - 1) / ranks * size
 
 
 def all_sum(tensor: Tensor, group: str) -> Tensor:

@@ -102,7 +102,7 @@ class DWeightParts(NamedTuple):
                 # Before the next part, beside which it is sent, and after the sum of the part before: XLA would start
                 # one sum at a time, and all of them behind the last part.
                 found[-1:], total, e, x = lax.optimization_barrier((found[-1:], total, e, x))
-                sent = self.scatter.sent_by(total)
+                sent = vocab_shard.sent_by_sum(self.scatter.devices, total.nbytes, of_own=True)
                 total = self.scatter.send(total)
                 e = vocab_shard.after_begin(e)
             found.append(total)

@@ -82,10 +82,6 @@ class HeadScatter(NamedTuple):
         start = part * self.sizes[0]
         return jnp.where(target < 0, target, self.devices * start + device * size + row - start)
 
-    def sent_by(self, sums: Array) -> float:
-        """Returns the bytes that each device sends of a part."""
-        return (self.devices - 1) / self.devices * sums.nbytes
-
     def send(self, sums: Array) -> Array:
         """Returns this device's rows of the sum of a part, (n, D)."""
         return vocab_shard.own_part_of_sum(sums, self.axes, 0)

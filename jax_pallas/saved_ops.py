@@ -189,7 +189,8 @@ def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
         return results, (residuals, None)
     of_entropy = partial(ops.make_problem, "gradients", options, arrays, needs_grad, entropy=True)
     # Kernels with a shard of the vocabulary differentiate log_prob only.
-    _check_passes(options, arrays, needs_grad, rows, *[of_entropy] * (not options.devices.vocab_axes))
+    others = () if options.devices.vocab_axes else (of_entropy,)
+    _check_passes(options, arrays, needs_grad, rows, *others)
     loss, found, saved = _saved_losses((options, needs_grad), *arrays)
     assert found.entropy is not None
     return (0.0 - loss, found.entropy, found.lse), (None, _residuals(arrays, found, saved, needs_grad))

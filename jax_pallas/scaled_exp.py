@@ -575,7 +575,8 @@ def _add_gradients(
         total = of_shards(devices, part, ordered=plan_of(problem).batch_invariant)
         if waits:
             return carry._replace(held=vocab_shard.after_begin(x), waiting=(chunk, total))
-        sent = vocab_shard.sent_by_sum(devices, part, of_own=slices is not None)
+        size = part.size * jnp.dtype(devices.reduce_dtype).itemsize
+        sent = vocab_shard.sent_by_sum(devices.shards, size, of_own=slices is not None)
         e = vocab_shard.after_begin(e)
     if parts is not None and sums is not None:
         sums, e, x = parts.add(rows, chunk, e, x, start, sums, power, first=first, sent=sent)

@@ -76,10 +76,9 @@ def sum_of_d_input(devices: Devices, d_input: Array, *, ordered: bool = False) -
     return sums(devices, d_input.astype(devices.reduce_dtype)).astype(jnp.float32)
 
 
-def sent_by_sum(devices: Devices, d_input: Array, *, of_own: bool) -> float:
-    """Returns the bytes that each device sends for `sum_of_d_input`, or with `of_own` for `own_sum_of_d_input`."""
-    size = d_input.size * jnp.dtype(devices.reduce_dtype).itemsize
-    return (1 if of_own else 2) * (devices.shards - 1) / devices.shards * size
+def sent_by_sum(devices: int, size: float, *, of_own: bool) -> float:
+    """Returns the bytes that each device sends for a sum of `size` bytes, or with `of_own` for that of its own rows."""
+    return (1 if of_own else 2) * (devices - 1) / devices * size
 
 
 def all_sum(devices: Devices, array: Array) -> Array:

@@ -178,7 +178,7 @@ ONE_FRAMEWORK_ONLY = {
         "is_one_chunk",  # XLA divides such calls among devices
     },
     # PyTorch writes the parts of a gradient that is sent in its last chunk, to buffers. XLA adds to them in all chunks.
-    "d_weight_parts.py": {"can_send", "LastChunk", "send", "PartTargets", "part_targets_kernel", "DWeightParts"},
+    "d_weight_parts.py": {"can_send", "LastChunk", "send", "PartTargets", "DWeightParts"},
     "head_scatter.py": {"offered", "sum_of_copies", "part_rows"},
     # PyTorch sees the memory of d_weight as rows of a piece of the classes. XLA would copy it, so JAX has columns.
     "first_chunk.py": {"Stores", "StoredExponentials", "FirstChunk", "memory_of", "float32_of"},
