@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jax_pallas
 from benchmarks.jax_bench import JaxBench
 from benchmarks.methods import describe
-from benchmarks.scale_out import BUDGET, FORMS, Form, Work, in_turns, row_of
+from benchmarks.scale_out import BUDGET, FORMS, Form, Work, in_turns, on_each, row_of
 from benchmarks.shapes import Mode
 from benchmarks.trace import CALLS, by_kernel, trace_jax
 from jax_pallas import sharded
@@ -97,12 +98,20 @@ def _measured(work: Work, bench: JaxBench) -> dict[str, Any]:
 
         return block
 
-    blocks = timed(lambda: several(*arrays)), timed(lambda: single(*whole))
+    blocks = timed(partial(several, *arrays)), timed(partial(single, *whole))
     counts = []
     for block in blocks:
         block(max(1, round(1000 * work.warmup / block(2))))
         counts.append(max(1, round(1000 * work.seconds / block(2))))
-    return found | in_turns(work, *blocks, (counts[0], counts[1]))
+    found |= in_turns(work, *blocks, (counts[0], counts[1]))
+    if not work.every_gpu:
+        return found
+    alone = [blocks[1]]
+    for device in jax.devices()[1 : work.gpus]:
+        there = jax.device_put(whole, device)
+        compiled = jax.jit(jax.value_and_grad(of_one, argnums=(0, 1))).lower(*there).compile()
+        alone.append(timed(partial(compiled, *there)))
+    return found | on_each(work, alone, counts[1])
 
 
 def _errors(problem: Any, of_all: tuple[Array, Array], of_one: tuple[Array, Array] | None) -> dict[str, float]:

@@ -13,6 +13,10 @@ peak of the framework's allocator above what the call got and returned, on the G
 are not in it; `device_bytes` is what the GPU has in use beyond the allocator. Errors are relative to float32 logits, in
 the Frobenius norm, those of one GPU beside them.
 
+The one GPU is the first. GPUs of one host differ in how fast they run at their power limit, and the slowest one
+determines `ms`. `--every-gpu` therefore measures the call of the one GPU on each GPU, one after the other:
+`one_gpu_ms_of_each`.
+
 `--methods` measures other libraries too, each with the form that it has (benchmarks/scale_peers.py lists them). Rows of
 other libraries have `method`, and ours do not. The one GPU runs core_triton in their rows too, so that `speedup`
 compares methods whose rows were measured at different times. A library that is not installed is skipped, and a line
@@ -52,6 +56,7 @@ class Work:
         seconds: of a block, about.
         warmup: seconds before the first round.
         kernels: trace a call, and print the time of each kernel.
+        every_gpu: measure the call of the one GPU on each GPU.
         method: of another library, one of `scale_peers.PEERS`; None is core_triton or jax_pallas.
     """
 
@@ -62,6 +67,7 @@ class Work:
     seconds: float
     warmup: float
     kernels: bool = False
+    every_gpu: bool = False
     method: str | None = None
 
     @property
@@ -79,7 +85,7 @@ def row_of(work: Work, framework: str, found: dict[str, Any]) -> dict[str, Any]:
     wrong = check_errors({name: found.get(name) for name in ("err_d_input", "err_d_weight")}, "bfloat16")
     if wrong is not None:
         return work.of_row(framework) | {"status": "failed", "note": wrong}
-    blocks, one_gpu = found.pop("blocks"), found.pop("one_gpu_blocks")
+    blocks, one_gpu, each = found.pop("blocks"), found.pop("one_gpu_blocks"), found.pop("blocks_of_each", [])
     ms, one_gpu_ms = statistics.median(blocks), statistics.median(one_gpu)
     ratios = [single / several for several, single in zip(blocks, one_gpu, strict=True)]
     share = work.gpus if work.form == "vocabulary" else 1
@@ -92,6 +98,7 @@ def row_of(work: Work, framework: str, found: dict[str, Any]) -> dict[str, Any]:
         "efficiency": statistics.median(ratios) / share,
         "efficiency_range": [min(ratios) / share, max(ratios) / share],
         "rounds": work.rounds,
+        **({"one_gpu_ms_of_each": [statistics.median(one) for one in each]} if each else {}),
         **found,
     }
 
@@ -109,6 +116,15 @@ def in_turns(
     return found
 
 
+def on_each(work: Work, runs: Sequence[Callable[[int], float]], calls: int) -> dict[str, list[list[float]]]:
+    """Returns the milliseconds of a call on each GPU alone, in each round. `runs` are as `single` of `in_turns`."""
+    found: list[list[float]] = [[] for _ in runs]
+    for _ in range(work.rounds):
+        for times, run in zip(found, runs, strict=True):
+            times.append(run(calls))
+    return {"blocks_of_each": found}
+
+
 def line(row: dict[str, Any]) -> str:
     """Returns what is printed of a row."""
     name = f"{row.get('method', row['framework'])} {row['form']} {row['shape']}"
@@ -117,10 +133,12 @@ def line(row: dict[str, Any]) -> str:
     errors = " ".join(f"{row[name]:.2e}" for name in ("err_d_input", "err_d_weight"))
     of_one = " ".join(f"{row[name]:.2e}" for name in ("one_gpu_err_d_input", "one_gpu_err_d_weight"))
     low, high = row["efficiency_range"]
+    each = "".join(f", {ms:.3f}" for ms in row.get("one_gpu_ms_of_each", []))
+    each = each and f", each GPU alone {each[2:]} ms"
     return (
         f"{name} N {row['n']} on {row['gpus']}: {row['ms']:.3f} ms, one GPU "
         f"{row['one_gpu_ms']:.3f} ms, {row['speedup']:.3f} x, efficiency {row['efficiency']:.3f} ({low:.3f}-{high:.3f})"
-        f", {row['workspace_bytes'] / 2**20:,.0f} MiB, errors {errors} ({of_one})"
+        f", {row['workspace_bytes'] / 2**20:,.0f} MiB, errors {errors} ({of_one}){each}"
     )
 
 
@@ -136,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="of a block of calls")
     parser.add_argument("--warmup", type=float, default=2.0, help="seconds, of each row")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel on the first GPU")
+    parser.add_argument("--every-gpu", action="store_true", help="measure the call of the one GPU on each GPU too")
     parser.add_argument("--json", type=Path, help="file of rows, added to")
     parser.add_argument("--commit", default=None, help="of the code, where git cannot tell")
     options = parser.parse_args(arguments)
@@ -157,8 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"--methods must be among {', '.join(scale.METHODS)}, got {', '.join(unknown)}")
     times = options.rounds, options.seconds, options.warmup
+    flags = options.kernels, options.every_gpu
     works = [
-        Work(form, SHAPES[name], options.gpus, *times, options.kernels, None if method == ours else method)
+        Work(form, SHAPES[name], options.gpus, *times, *flags, None if method == ours else method)
         for name in options.shapes
         for form in options.forms
         for method in methods

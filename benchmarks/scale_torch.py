@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
@@ -22,7 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 import core_triton
 from benchmarks import scale_peers
 from benchmarks.methods import UnavailableError, describe
-from benchmarks.scale_out import BUDGET, FORMS, Work, in_turns, row_of
+from benchmarks.scale_out import BUDGET, FORMS, Work, in_turns, on_each, row_of
 from benchmarks.shapes import Mode
 from benchmarks.torch_bench import TorchBench, TorchProblem
 from benchmarks.trace import CALLS, by_kernel, trace_torch
@@ -112,18 +113,16 @@ class _Measured:
         self.bench.release()
         if self.work.kernels and self.bench.gpu:
             found["by_kernel"] = by_kernel(trace_torch(several), CALLS)
-        calls = tuple(self._calls(run, together=run is several) for run in (several, single))
+        every = tuple(range(self.ranks))
+        calls = self._calls(several, every), self._calls(single, every[:1])
         found["nccl_max_ctas"] = os.environ.get("NCCL_MAX_CTAS")
         if self.work.method is not None:
             found |= scale_peers.PEERS[self.work.method].about()
             # Megatron asks for 1, which orders its kernels and those of NCCL.
             found["cuda_device_max_connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-        return found | in_turns(
-            self.work,
-            lambda count: self._block(several, count, together=True),
-            lambda count: self._block(single, count, together=False),
-            (calls[0], calls[1]),
-        )
+        alone = [partial(self._block, single, gpus=(rank,)) for rank in every]
+        found |= in_turns(self.work, partial(self._block, several, gpus=every), alone[0], calls)
+        return found | (on_each(self.work, alone, calls[1]) if self.work.every_gpu else {})
 
     def _part(self, whole: Tensor) -> Tensor:
         """Returns this rank's rows, an equal part."""
@@ -209,20 +208,20 @@ class _Measured:
         dist.barrier()
         return found
 
-    def _calls(self, run: Callable[[], Any], *, together: bool) -> int:
+    def _calls(self, run: Callable[[], Any], gpus: Sequence[int]) -> int:
         """Warms up, and returns how many calls take about the seconds of a block."""
-        self._block(run, 2, together=together)
-        ms = self._block(run, 2, together=together)
+        self._block(run, 2, gpus)
+        ms = self._block(run, 2, gpus)
         count = torch.tensor(max(1, round(1000 * self.work.warmup / max(ms, 1e-3))))
-        ms = self._block(run, int(_from_first(count, self.bench.gpu)), together=together)
+        ms = self._block(run, int(_from_first(count, self.bench.gpu)), gpus)
         count = torch.tensor(max(1, round(1000 * self.work.seconds / max(ms, 1e-3))))
         return int(_from_first(count, self.bench.gpu))
 
-    def _block(self, run: Callable[[], Any], calls: int, *, together: bool) -> float:
-        """Runs calls on all ranks, or on the first alone; returns the milliseconds of one on the slowest rank."""
+    def _block(self, run: Callable[[], Any], calls: int, gpus: Sequence[int]) -> float:
+        """Runs calls on the ranks of `gpus`; returns the milliseconds of one on the slowest of them."""
         dist.barrier()
         ms = 0.0
-        if together or self.rank == 0:
+        if self.rank in gpus:
             ms = self._time(run, calls)
         most = torch.tensor([ms], device="cuda" if self.bench.gpu else "cpu")
         dist.all_reduce(most, dist.ReduceOp.MAX)

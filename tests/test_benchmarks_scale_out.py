@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import scale_out, scale_peers
 from benchmarks.scale_model import SIZES, Link, agrees, band, fit, predict
-from benchmarks.scale_out import FORMS, Work, in_turns, line, row_of
+from benchmarks.scale_out import FORMS, Work, in_turns, line, on_each, row_of
 from benchmarks.shapes import SHAPES
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +46,18 @@ def test_rounds_alternate_in_order() -> None:
     assert found == {"blocks": [3.0] * 4, "one_gpu_blocks": [5.0] * 4}
 
 
+def test_each_gpu_is_measured_alone() -> None:
+    order: list[str] = []
+
+    def run(name: str) -> Any:
+        return lambda calls: order.append(name) or float(calls * len(order))
+
+    found = on_each(work_of("vocabulary"), [run("first"), run("second")], 2)
+    assert order == ["first", "second"] * 4
+    row = row_of(work_of("vocabulary"), "torch", {"blocks": [5.0], "one_gpu_blocks": [9.0], **found})
+    assert row["one_gpu_ms_of_each"] == [8.0, 10.0]
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     """In a process of its own, because JAX's number of devices is fixed when it starts. Of the other libraries, those
@@ -56,7 +68,7 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, *methods]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *OPTIONS, "--json", str(path)],
+        [*command, *OPTIONS, "--every-gpu", "--json", str(path)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -71,6 +83,7 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     assert all(line(row) in done.stdout for row in every if row["form"] == "vocabulary")
     for form, row in zip(FORMS, rows, strict=True):
         assert (row["framework"], row["form"], row["gpus"]) == (framework, form, 2)
+        assert len(row["one_gpu_ms_of_each"]) == 2
         for name in ("err_d_input", "err_d_weight"):
             assert 0 < row[name] < 4e-3
             assert form != "vocabulary" or row[name] <= 1.01 * row[f"one_gpu_{name}"]

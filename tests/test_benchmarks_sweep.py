@@ -393,8 +393,6 @@ def test_the_estimate_of_a_choice_takes_other_coefficients() -> None:
 # Calls whose choice was more than 2% slower than the best row of the sweep, which another run measured, with 6 pairs.
 SLOWER = {
     ("h200", "gpt-oss-20b-n16384", "tight"),
-    ("h100", "olmo2-7b", "tight"),
-    ("h100", "qwen1.5-1.8b", "tight"),
     ("h100", "llama4-scout", "tight"),
     ("h100", "minicpm-2b", "tight"),
 }
@@ -402,18 +400,20 @@ SLOWER = {
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_the_choices_of_the_plan_are_as_fast_as_the_best_rows_of_the_sweep(gpu: str) -> None:
-    """The grid has the times of what the plan chose, and the sweep those of equal chunks."""
+    """The grid has the times of what the plan chose, and the sweep those of equal chunks. A choice with a first chunk
+    in the memory of d_weight may be in both: then that of the sweep counts."""
     folder = results.RECORDED.parent / gpu
 
-    def ratios(name: str) -> dict[tuple[str, str, str], list[float]]:
+    def ratios(name: str, *, planned: bool = False) -> dict[tuple[str, str, str], list[float]]:
         found: dict[tuple[str, str, str], list[float]] = {}
         for row in json.loads((folder / name).read_text())["rows"]:
-            if (row["method"], row["status"]) == ("triton", "ok"):
+            if (row["method"], row["status"]) == ("triton", "ok") and not (planned and row.get("first_rows") is None):
                 found.setdefault((gpu, row["shape"], row["mode"]), []).append(row["ratio"])
         return found
 
     chosen, swept = ratios("torch-grid.json"), ratios("torch-sweep.json")
+    chosen |= ratios("torch-sweep.json", planned=True)
     both = chosen.keys() & swept.keys()
-    assert len(both) >= {"h200": 167, "h100": 70}[gpu]
+    assert len(both) >= {"h200": 167, "h100": 113}[gpu]
     slower = {call for call in both if min(chosen[call]) > 1.02 * min(swept[call])}
     assert slower == {call for call in SLOWER if call[0] == gpu}
