@@ -4,6 +4,7 @@ that chunks of rows add those gradients to.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -209,7 +210,8 @@ def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class ClassSum:
     """A gradient of the head, summed over chunks: in a separate float32 buffer if `float32_sum`, else in the result.
     With `into` it is added to that float32 tensor, and there is no result. What the first chunk adds overwrites the sum
-    unless it is `started`."""
+    unless it is `started`. Its memory is allocated when it is first used: a chunk that sends all of the gradient
+    (`d_weight_parts.py`) does not use it."""
 
     def __init__(
         self,
@@ -222,11 +224,18 @@ class ClassSum:
     ) -> None:
         """With `total`, a gradient of other rows, the sum begins with it."""
         self.adds = self.started = into is not None
-        total = into if total is None else total
-        if total is None:
-            total = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.total = total
-        self.sum = self.total[:classes].float() if float32_sum and into is None else self.total[:classes]
+        self.like, self.classes, self.float32_sum = like, classes, float32_sum and into is None
+        self.given = into if total is None else total
+
+    @cached_property
+    def total(self) -> Tensor:
+        if self.given is not None:
+            return self.given
+        return torch.empty_like(self.like, memory_format=torch.contiguous_format)
+
+    @cached_property
+    def sum(self) -> Tensor:
+        return self.total[: self.classes].float() if self.float32_sum else self.total[: self.classes]
 
     def put(self, vocab_chunk: slice, summand: Tensor, *, first: bool) -> None:
         if self.started or not first:

@@ -65,18 +65,26 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def check_gradients(
-    given: dict[str, Any], exact: dict[str, Tensor], *, parts: int = PARTS, factor: float = 1.0, **options: Any
+    given: dict[str, Any],
+    exact: dict[str, Tensor],
+    *,
+    parts: int = PARTS,
+    factor: float = 1.0,
+    one_chunk: bool = False,
+    **options: Any,
 ) -> None:
     """Asserts that a rank's call sends the gradient of the head in `parts` parts, or with 0 when it is complete, and
     that its sum has the error of rounding it once. Other sums in bfloat16 than those of the first chunks would add half
-    of that. `factor`: of the gradient of a rank's input."""
+    of that. `factor`: of the gradient of a rank's input. `one_chunk`: then nothing is allocated for other sums."""
     leaves = {name: given[name].requires_grad_() for name in DIFFERENTIATED if given[name].dtype.is_floating_point}
     options = {"memory_budget": BUDGET, "implementation": "triton"} | options
-    with counted_parts() as sent:
+    with counted_parts() as sent, mock.patch.object(torch, "empty_like", wraps=torch.empty_like) as made:
         loss = core_triton.linear_cross_entropy(**given, **options)
         found = torch.autograd.grad(loss, list(leaves.values()))
     whole = [one.full_tensor() if isinstance(one, DTensor) else one / factor for one in found]
     assert sent == [parts] * (parts > 0), sent
+    if one_chunk:
+        assert not [call for call in made.call_args_list if call.args[0].shape == exact["linear_weight"].shape]
     for name, one in zip(leaves, whole, strict=True):
         assert one.dtype == given[name].dtype
         if one.numel():
@@ -99,7 +107,7 @@ def check_sent_head(rank: int, ranks: int) -> None:
     check_gradients(given, exact_gradients(arrays), gather="head")
     given = {name: one.detach().float() if one.is_floating_point() else one for name, one in given.items()}
     with torch.autocast(DEVICE, dtype=torch.bfloat16):  # one chunk, whose parts are not rounded before they are added
-        check_gradients(given, exact_gradients(arrays), gather="head", memory_budget=2**29)
+        check_gradients(given, exact_gradients(arrays), gather="head", memory_budget=2**29, one_chunk=True)
 
 
 def check_sent_head_by_the_default(rank: int, ranks: int) -> None:

@@ -730,6 +730,12 @@ SCALE = (
         'local.get("memory_budget")',
         tests("core_triton_scale", "sent_head_by_the_default"),
     ),
+    Mutation(
+        "core_triton/scaled_exp.py",
+        "1), None if first else d_weight.sum",
+        "1), (d_weight.sum, None)[first]",
+        ("tests/test_core_triton_scale.py", "-k", "sent_head and ranks_by_the_kernels"),
+    ),
     Mutation("jax_pallas/scaled_exp.py", "where(chunk.of(rows.target) >= 0,", "where(True,", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "vocab_shard.all_sum(devices, ", "(", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "(devices.token_parts / devices.shards)", "0.5", JAX_SMOOTHED_SHARDS),
