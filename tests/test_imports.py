@@ -21,6 +21,7 @@ FORBIDDEN = {
     "flax_models": TORCH | PACKAGES - {"flax_models", "jax_pallas", "linear_ce"},
 }
 LAZY = {  # only inside functions
+    "linear_ce/doctor.py": TORCH | JAX | {"core_triton", "jax_pallas"},
     "parity/backends.py": TORCH | JAX | {"core_triton", "jax_pallas"},
     "parity/train/torch_run.py": TORCH | {"core_triton"},
     "parity/train/jax_run.py": JAX | {"flax_models", "jax_pallas"},

@@ -1,0 +1,59 @@
+"""`python -m linear_ce doctor`."""
+
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+
+from linear_ce import doctor
+from linear_ce.__main__ import main
+
+
+@pytest.mark.parametrize("package", doctor.PACKAGES)
+def test_a_package_is_reported_and_checked(package: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--packages", package]) == 0
+    printed = capfd.readouterr().out
+    head, about, *plan, check = printed.partition("\n\n")[2].splitlines()
+    assert printed.startswith("linear-ce ")
+    assert head.startswith(f"{package}: {doctor.PACKAGES[package]} ")
+    assert "device" in about if package == "jax_pallas" else "no NVIDIA GPU" in about
+    assert plan[1] == "  implementation: chunked, no kernel for cpu devices"
+    assert check.startswith("  check in float32: errors of loss ")
+    assert ": passed in " in check
+
+
+@pytest.mark.parametrize("name", doctor.RESULTS)
+@pytest.mark.parametrize("wrong", [1e-2, np.nan])
+def test_wrong_results_are_found(name: str, wrong: float) -> None:
+    arrays = doctor.draw("bfloat16")
+    results = doctor.exact_results(arrays)
+    assert doctor.compare(arrays, "bfloat16", results)[0] is False
+    place = doctor.RESULTS.index(name)
+    results[place] = results[place] * (1 + wrong)
+    found, line = doctor.compare(arrays, "bfloat16", results)
+    assert found is True
+    assert f"{name} {wrong:.1e}" in line
+
+
+def test_a_failed_check_and_a_failed_process_are_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first package is not installed, which is no failure."""
+    package = doctor.Package(
+        "torch 2.11", "float32", lambda: "a plan", lambda arrays: [2 * one for one in doctor.exact_results(arrays)]
+    )
+    monkeypatch.setattr(doctor, "of_torch", lambda: package)
+    assert doctor.report("core_triton") == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "core_triton: torch 2.11"
+    assert ": FAILED in " in printed[-1]
+
+    installed: dict[str, Any] = {"jax": "0.11.2"}
+    monkeypatch.setattr(doctor, "found", installed.get)
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: subprocess.CompletedProcess([], 139))
+    assert main([]) == 1
+    printed = capsys.readouterr().out
+    assert "linear-ce of a checkout" in printed
+    assert 'core_triton: torch is not installed: pip install "linear-ce[torch]"' in printed
+    assert "jax_pallas: FAILED, exit status 139" in printed
