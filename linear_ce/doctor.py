@@ -139,7 +139,8 @@ def of_jax() -> Package:
 
     def explain() -> Any:
         n, d, v = SHAPE
-        return jax_pallas.explain(*(jax.ShapeDtypeStruct(one, "bfloat16") for one in ((n, d), (v, d))))
+        arrays: Any = (jax.ShapeDtypeStruct(one, "bfloat16") for one in ((n, d), (v, d)))
+        return jax_pallas.explain(*arrays)
 
     def compute(arrays: Arrays) -> list[np.ndarray]:
         x, w = (jnp.asarray(one, dtype) for one in arrays[:2])
