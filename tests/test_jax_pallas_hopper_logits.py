@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -12,10 +13,15 @@ from jax import Array
 from jax_problem import replaced
 
 from jax_pallas import hopper_common, hopper_logits
+from jax_pallas.hopper_tiles import Tiles
 from jax_pallas.launch import hopper_limits
 from jax_pallas.problem import halves
 from jax_pallas.row_math import first_of_largest
 from jax_pallas.tile_config import HALF, cdiv, padded
+from linear_ce import collectives
+from linear_ce.chunk_cost import logits_tile_ns
+from linear_ce.collectives import AT_ONCE, LateStart
+from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.statistics import ENTROPY, OF_LOGITS
 
 FLOAT32 = 2e-6  # relative to the largest value, for sums of a few hundred float32 terms in another order
@@ -251,6 +257,56 @@ def test_sums_without_stored_exponentials(name: str) -> None:
     assert not others
     exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("programs", "tile_times", "rounds"),
+    [
+        (3, 1, 1),
+        pytest.param(3, 6, 6, marks=pytest.mark.slow),
+        (5, 9, 3),
+        pytest.param(4, 3, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_programs_that_begin_late_leave_tiles_to_others(
+    programs: int, tile_times: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sixteen tiles the last programs compute fewer than the others, but one at least."""
+    monkeypatch.setattr(hopper_common, "programs", lambda: programs)
+    monkeypatch.setattr(collectives, "LATENCY_NS", 0.0)
+    call = Call(141, 64, 1500, rows=141, classes=1500)
+    tile_ns = logits_tile_ns(COEFFICIENTS["h100", "jax"], call.hidden, hopper_common.BLOCK_V)
+    kernels, launch = list[Tiles](), hopper_logits.launch_tiles
+
+    def watch(name: str, epilogue: Any, tiles: Tiles, *others: Any, **options: Any) -> Any:
+        kernels.append(tiles)
+        return launch(name, epilogue, tiles, *others, **options)
+
+    monkeypatch.setattr(hopper_logits, "launch_tiles", watch)
+    drawn = call.drawn()
+    target = replaced(drawn["target"], drawn["target"] >= call.classes, -1)
+
+    def results(sent: float) -> Any:
+        return run_exponentials(call, drawn, target, sent=sent, statistics=0)
+
+    hopper_logits.exponentials.clear_cache()  # of other programs
+    sent = tile_times * tile_ns * collectives.BYTES_PER_NS
+    jax.tree.map(np.testing.assert_array_equal, results(sent), results(0.0))
+    assert [tiles.late for tiles in kernels] == [LateStart(programs // 2, rounds), AT_ONCE]
+
+
+def test_each_tile_is_one_round_of_a_program() -> None:
+    """The last programs have no tile in the first rounds."""
+    for programs, late, rounds, tiles in product((2, 3, 5, 8), (1, 4), (1, 3, 8), (0, 1, 5, 17, 40, 64)):
+        if late >= programs or tiles < rounds * (programs - late):
+            continue
+        found, start = list[int](), LateStart(late, rounds)
+        for program in range(programs):
+            first = int(hopper_common.first_round(start, program, programs))
+            assert first == (rounds if program >= programs - late else 0)
+            numbers = np.arange(first, int(hopper_common.end_of_rounds(start, program, programs, tiles)))
+            found += np.asarray(hopper_common.tile_of_round(start, program, programs, numbers)).tolist()
+        assert sorted(found) == [*range(tiles)]
 
 
 @NAN
