@@ -151,7 +151,8 @@ def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
     x, w = (torch.randn(rows, hidden, generator=generator).bfloat16() for rows in (N, V))
     sums, e = torch.full((-(-V // CLASS_BLOCK), N), torch.nan), torch.full((N, 704), torch.nan).bfloat16()
     vectors = {"target": torch.full((N,), -1), "ref_exponent": torch.zeros(N), "target_logit": torch.zeros(N)}
-    found: dict[str, Any] = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
+    found = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
+    places: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
     with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
         hopper_logits.exponentials(
             problem,
@@ -163,7 +164,7 @@ def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
             of_logits=None,
             hit=None,
             e=Stores(e[:, :V]),
-            **{name: At(one, 0) for name, one in found.items()},
+            **places,
         )
     wanted = (x.float() @ w.float().T).exp()
     torch.testing.assert_close(e[:, :V].float(), wanted, rtol=4e-3, atol=0)
@@ -196,8 +197,10 @@ def test_logits_of_programs_that_begin_late(
 
     def results(sent: float) -> list[torch.Tensor]:
         e, sums = torch.full((N, 1504), torch.nan).bfloat16(), torch.full((blocks, N), torch.nan)
-        target_logit, flag = torch.full((N,), torch.nan), torch.zeros(2, dtype=torch.int32)
+        target_logit = torch.full((N,), torch.nan)
         found = {"target": target, "ref_exponent": torch.zeros(N), "target_logit": target_logit}
+        found |= {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums}
+        places: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
         with mock.patch.object(kernels, "launch", run):
             hopper_logits.exponentials(
                 problem,
@@ -210,7 +213,7 @@ def test_logits_of_programs_that_begin_late(
                 hit=None,
                 e=Stores(e[:, :v]),
                 sent=sent,
-                **{name: At(one, 0) for name, one in {**found, "flag": flag, "sums": sums}.items()},
+                **places,
             )
         computed = -(-active // ROW_BLOCK) * ROW_BLOCK
         assert not sums[:, :computed].isnan().any()
@@ -225,6 +228,7 @@ def test_logits_of_programs_that_begin_late(
 def test_each_tile_has_one_number() -> None:
     """The last programs have no tile in as many of the first rounds as there are tiles for, and no program has more
     than one tile more than another one that begins when it does."""
+    functions: Any = hopper_common  # which run as Python functions
     for programs, late, rounds, tiles in product((2, 3, 5, 8), (1, 4), (1, 3, 8), (0, 1, 5, 17, 40)):
         if late >= programs:
             continue
@@ -233,13 +237,11 @@ def test_each_tile_has_one_number() -> None:
         for program in range(programs):
             language = hopper_in_numpy.HopperLanguage(program, (programs,), late=False)
             with gluon_in_numpy.in_python([hopper_common], language, gluon_in_numpy.AsyncCopy(late=False)):
-                within = hopper_common.rounds_within(Value(tiles, "i32"), 1, late, rounds)
+                within = functions.rounds_within(Value(tiles, "i32"), 1, late, rounds)
                 assert int(within) == found
-                first = int(hopper_common.first_number(late, within))
+                first = int(functions.first_number(late, within))
                 of_program = range(first, tiles + late * found, programs)
-                numbers.append(
-                    [int(hopper_common.numbered_tile(Value(one, "i32"), late, within)) for one in of_program]
-                )
+                numbers.append([int(functions.numbered_tile(Value(one, "i32"), late, within)) for one in of_program])
         assert sorted(chain(*numbers)) == [*range(tiles)]
         counts = [len(one) for one in numbers]
         early, begin_late = counts[: programs - late], [count + found for count in counts[programs - late :]]

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from jax_problem import replaced
 
-from jax_pallas import hopper_common, hopper_logits
+from jax_pallas import hopper_common, hopper_gradients, hopper_input_sums, hopper_logits, linear_cross_entropy
 from jax_pallas.hopper_tiles import Tiles
 from jax_pallas.launch import hopper_limits
 from jax_pallas.problem import halves
@@ -289,10 +290,43 @@ def test_programs_that_begin_late_leave_tiles_to_others(
     def results(sent: float) -> Any:
         return run_exponentials(call, drawn, target, sent=sent, statistics=0)
 
-    hopper_logits.exponentials.clear_cache()  # of other programs
+    jitted: Any = hopper_logits.exponentials
+    jitted.clear_cache()  # of other programs
     sent = tile_times * tile_ns * collectives.BYTES_PER_NS
     jax.tree.map(np.testing.assert_array_equal, results(sent), results(0.0))
     assert [tiles.late for tiles in kernels] == [LateStart(programs // 2, rounds), AT_ONCE]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+def test_logits_begin_late_beside_a_gather(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those of the last chunk, in a call for two H200s, which is only traced."""
+    monkeypatch.setattr(hopper_common, "programs", lambda: 132)
+    kernels = list[Tiles]()
+
+    def run_kernel(body: Any, name: str, operands: Any, results: Any, *_: Any, **options: Any) -> list[Array]:
+        if name == "exponentials":
+            kernels.append(body.args[0].tiles)
+        return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+    for module in (hopper_logits, hopper_gradients, hopper_input_sums):
+        monkeypatch.setattr(module, "run_kernel", run_kernel)
+    options: dict[str, Any] = {"vocab_axis_name": "vocab", "gather": "tokens", "memory_budget": 2**26}
+
+    def call(x: Array, w: Array, y: Array) -> Any:
+        def loss(x: Array, w: Array) -> Array:
+            return linear_cross_entropy(x, w, y, implementation="mosaic", **options)
+
+        return jax.value_and_grad(loss, (0, 1))(x, w)
+
+    of_devices, h200 = PartitionSpec("vocab"), AbstractDevice("NVIDIA H200", 1, "gpu")
+    mesh = AbstractMesh((2,), ("vocab",), abstract_device=h200, axis_types=(AxisType.Auto,))
+    results = PartitionSpec(), (of_devices, of_devices)
+    arrays = [jax.ShapeDtypeStruct(sizes, dtype) for sizes in ((4096, 512), (32000, 512))]
+    y = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    jax.jit(jax.shard_map(call, mesh=mesh, in_specs=of_devices, out_specs=results)).trace(*arrays, y)
+    of_chunks = kernels[-3:]  # the loss without gradients is traced before
+    assert [tiles.rows for tiles in of_chunks] == [1280, 1408, 1408]
+    assert [tiles.late for tiles in of_chunks] == [LateStart(24, 4), LateStart(24, 4), AT_ONCE]
 
 
 def test_each_tile_is_one_round_of_a_program() -> None:
