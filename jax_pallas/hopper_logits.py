@@ -354,7 +354,7 @@ def exponentials(
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     tile_ns = logits_tile_ns(COEFFICIENTS[gpu, "jax"], tiles.hidden, BLOCK_V)
-    # Each program has a tile in the rounds that all take part in.
+    # One round is left for all programs: the epilogue is called before the first tile, and each program must have one.
     early = tiles.count - tiles.programs
     tiles = replace(tiles, late=late_start(sent, tile_ns, early, programs=tiles.programs))
     switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
