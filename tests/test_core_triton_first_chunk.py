@@ -1,10 +1,11 @@
 """Tests a first chunk whose exponentials are in pieces: runs the kernels of the logits for Hopper and for compute
 capability 8.x in NumPy (`hopper_in_numpy`, `gluon_in_numpy`), and counts the launches of a call. `run_pieces` of
-interpret_loss.py tests its results."""
+interpret_loss.py tests its results. Also tests logits beside a gather, for which some programs begin late."""
 
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import chain, product
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import gluon_in_numpy
 import hopper_in_numpy
 import pytest
 import torch
+from gluon_in_numpy import Value
 
 from benchmarks.launch_recorder import Launch, fake_gpu
 from core_triton import (
@@ -31,6 +33,9 @@ from core_triton.plan import DeviceInfo, PlanKey, make_plan
 from core_triton.problem import NeedsGrad, Problem, layout_of
 from core_triton.scaled_exp import scaled_exp
 from core_triton.tile_config import CLASS_BLOCK, ROW_BLOCK
+from linear_ce import collectives
+from linear_ce.chunk_cost import logits_tile_ns
+from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.spec import LossSpec
 from linear_ce.statistics import SHIFTS
 
@@ -146,7 +151,8 @@ def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
     x, w = (torch.randn(rows, hidden, generator=generator).bfloat16() for rows in (N, V))
     sums, e = torch.full((-(-V // CLASS_BLOCK), N), torch.nan), torch.full((N, 704), torch.nan).bfloat16()
     vectors = {"target": torch.full((N,), -1), "ref_exponent": torch.zeros(N), "target_logit": torch.zeros(N)}
-    found: dict[str, Any] = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
+    found = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
+    places: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
     with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
         hopper_logits.exponentials(
             problem,
@@ -158,11 +164,88 @@ def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
             of_logits=None,
             hit=None,
             e=Stores(e[:, :V]),
-            **{name: At(one, 0) for name, one in found.items()},
+            **places,
         )
     wanted = (x.float() @ w.float().T).exp()
     torch.testing.assert_close(e[:, :V].float(), wanted, rtol=4e-3, atol=0)
     torch.testing.assert_close(sums.sum(0), wanted.sum(1), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("programs", "active", "tile_times"),
+    # Of twelve tiles the last two of four programs have two, one or none, and the last one of three. Half of the rows
+    # make six tiles, fewer than two programs have in five rounds.
+    [(4, N, 1), (4, N, 3), (4, N, 6), (4, 100, 1), (4, 100, 6), (4, 0, 6), (3, N, 4), (2, N, 12), (9, 1, 1)],
+)
+def test_logits_of_programs_that_begin_late(
+    programs: int, active: int, tile_times: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tile is computed once, as without a collective: `run` notices elements that are written twice."""
+    hidden, v, blocks = 8, 1500, -(-1500 // CLASS_BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    problem = problem_of(N, hidden, v, "cpu", 2**28)
+    problem = replace(problem, plan=replace(ops.plan_of(problem), programs=programs))
+    monkeypatch.setattr(collectives, "LATENCY_NS", 0.0)
+    sent = tile_times * collectives.BYTES_PER_NS * logits_tile_ns(COEFFICIENTS["h100", "torch"], hidden, CLASS_BLOCK)
+    x, w = (torch.randn(rows, hidden, generator=generator).bfloat16() for rows in (N, v))
+    target, launched = torch.randint(0, v, (N,), generator=generator), list[int]()
+
+    def run(*arguments: Any, **options: Any) -> None:
+        launched.append(options.get("ROUNDS", 0))
+        hopper_in_numpy.run(MODULES, *arguments, late=late, **options)
+
+    def results(sent: float) -> list[torch.Tensor]:
+        e, sums = torch.full((N, 1504), torch.nan).bfloat16(), torch.full((blocks, N), torch.nan)
+        target_logit = torch.full((N,), torch.nan)
+        found = {"target": target, "ref_exponent": torch.zeros(N), "target_logit": target_logit}
+        found |= {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums}
+        places: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
+        with mock.patch.object(kernels, "launch", run):
+            hopper_logits.exponentials(
+                problem,
+                x,
+                w,
+                slice(0, v),
+                Active(torch.tensor(active, dtype=torch.int32), 0, 0),
+                statistics=0,
+                of_logits=None,
+                hit=None,
+                e=Stores(e[:, :v]),
+                sent=sent,
+                **places,
+            )
+        computed = -(-active // ROW_BLOCK) * ROW_BLOCK
+        assert not sums[:, :computed].isnan().any()
+        assert sums[:, computed:].isnan().all()
+        return [e, sums, target_logit]
+
+    for with_gather, without in zip(results(sent), results(0.0), strict=True):
+        torch.testing.assert_close(with_gather, without, rtol=0, atol=0, equal_nan=True)
+    assert launched == [min(tile_times, 12 // (programs - programs // 2)), 0]
+
+
+def test_each_tile_has_one_number() -> None:
+    """The last programs have no tile in as many of the first rounds as there are tiles for, and no program has more
+    than one tile more than another one that begins when it does."""
+    functions: Any = hopper_common  # which run as Python functions
+    for programs, late, rounds, tiles in product((2, 3, 5, 8), (1, 4), (1, 3, 8), (0, 1, 5, 17, 40)):
+        if late >= programs:
+            continue
+        numbers = list[list[int]]()
+        found = min(rounds, tiles // (programs - late))
+        for program in range(programs):
+            language = hopper_in_numpy.HopperLanguage(program, (programs,), late=False)
+            with gluon_in_numpy.in_python([hopper_common], language, gluon_in_numpy.AsyncCopy(late=False)):
+                within = functions.rounds_within(Value(tiles, "i32"), 1, late, rounds)
+                assert int(within) == found
+                first = int(functions.first_number(late, within))
+                of_program = range(first, tiles + late * found, programs)
+                numbers.append([int(functions.numbered_tile(Value(one, "i32"), late, within)) for one in of_program])
+        assert sorted(chain(*numbers)) == [*range(tiles)]
+        counts = [len(one) for one in numbers]
+        early, begin_late = counts[: programs - late], [count + found for count in counts[programs - late :]]
+        assert max(early + begin_late) - min(early + begin_late) <= 1
 
 
 @pytest.mark.parametrize(("splits", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float16)])
