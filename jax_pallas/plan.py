@@ -181,7 +181,7 @@ def _why_shards_are_chunked(key: PlanKey) -> str | None:
     of_smoothing = _why_smoothed_shards_are_chunked(key)
     if x.dtype == "float32":
         kind = f"with {x.dtype} input"
-    elif w.dtype != x.dtype:
+    elif w.dtype != x.dtype and not key.splits_head:
         kind = f"with {w.dtype} linear_weight"
     elif of_smoothing is not None:
         kind = f"with label_smoothing {key.label_smoothing}{of_smoothing}"

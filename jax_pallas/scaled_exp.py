@@ -531,7 +531,7 @@ def _store_exponentials(
         if in_d_weight is not None:
             options["piece"] = plan_of(problem).scaled_exp_config.piece
         if problem.spec.splits_head:
-            found = hopper_logits.exponentials_of_split_head(problem, arrays, in_d_weight, options)
+            found = hopper_logits.exponentials_of_split_head(problem, arrays, in_d_weight, options, of_shard=of_shard)
         else:
             found = hopper_logits.exponentials(*arrays, in_d_weight, **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops, of_shard=of_shard)

@@ -130,7 +130,33 @@ CASES += tuple(
 # Of 640 rows 512 are saved: the exponentials of a device's 128 classes, and d_input.
 PART: dict[str, Any] = {"lead": (640,), "saved_budget": 4096 + 512 * (32 + 2 * (32 + 128))}
 CASES += (Case(name="saved, part", **WEIGHTED | PART, spec=LossSpec("none")),)
-QUICK = ("class weights", "token loss", "padded", "float16, padded", "bits", "invariant", "confident", "errors")
+# A float32 head that is split.
+SPLIT: dict[str, Any] = {"head_dtype": "float32"}
+IN_FLOAT32 = ("mean", "token loss", "softcap, none", "far logits", "no token", "frozen head", "padded")
+IN_FLOAT32 += ("padded, softcap", "padded, log-probabilities", "smoothing", "smoothing, padded", "out of range")
+
+
+def split_heads(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Returns the cases of IN_FLOAT32 with a float32 head that is split."""
+    return tuple(
+        replace(case, name=f"split head, {case.name}", **SPLIT, spec=replace(case.spec, head_precision="float32"))
+        for case in cases
+        if case.name in IN_FLOAT32
+    )
+
+
+CASES += split_heads(CASES)
+QUICK = (
+    "class weights",
+    "token loss",
+    "padded",
+    "split head, padded",
+    "float16, padded",
+    "bits",
+    "invariant",
+    "confident",
+    "errors",
+)
 QUICK += ("float16, saved", "saved, exchange", "float16, saved, confident")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
@@ -177,19 +203,24 @@ TOKEN_CASES += (
     Case(name="float16, padded", **OF_SAMPLE, has_class_weight=True, spec=LossSpec(vocab_size=401)),
     Case(name="float16, padded, none", **OF_SAMPLE, spec=LossSpec("none", vocab_size=401), upstream="random"),
 )
-QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange", "tokens, small probabilities")
+TOKEN_CASES += split_heads(TOKEN_CASES)
+QUICK_TOKENS = (
+    "tokens, token loss",
+    "tokens, split head, mean",
+    "tokens, smoothing",
+    "tokens, exchange",
+    "tokens, small probabilities",
+)
 EVERY_DAY = {*QUICK, *QUICK_TOKENS, "head, parts", "head, two chunks"}
 
 
 def budget_of(case: Case) -> int:
     """Returns a memory budget with which a call has three chunks of rows."""
-    w = (case.vocab // SHARDS, case.hidden)
-    x, head = (
-        jax.ShapeDtypeStruct(shape, case.dtype) for shape in ((case.n, case.hidden), w[:: 1 - 2 * case.vocab_axis])
-    )
-    arrays: Any = x, head
+    w = (case.vocab // SHARDS, case.hidden)[:: 1 - 2 * case.vocab_axis]
+    x = jax.ShapeDtypeStruct((case.n, case.hidden), case.dtype)
+    arrays: Any = x, jax.ShapeDtypeStruct(w, case.weight_dtype)
     options: dict[str, Any] = KERNELS | {"vocab_axis": case.vocab_axis, "softcap": case.spec.softcap}
-    options["label_smoothing"] = case.spec.label_smoothing
+    options |= {"label_smoothing": case.spec.label_smoothing, "head_precision": case.spec.head_precision}
     if case.saved_budget:
         options |= {"reduction": "none", "saved_budget": case.saved_budget}
 
@@ -235,12 +266,11 @@ def budget_of_tokens(case: Case, **axes: int) -> int:
     """Returns a memory budget with which a call has chunks of 48 rows."""
     shards = math.prod(axes.values())
     classes = case.vocab // shards
+    w = (case.hidden, classes) if case.vocab_axis else (classes, case.hidden)
     key = PlanKey(
         stage="loss_and_gradients",
         input=MatrixLayout((case.n, case.hidden), 2, case.dtype),
-        linear_weight=MatrixLayout(
-            (case.hidden, classes) if case.vocab_axis else (classes, case.hidden), 2, case.dtype
-        ),
+        linear_weight=MatrixLayout(w, jnp.dtype(case.weight_dtype).itemsize, case.weight_dtype),
         vocab_axis=case.vocab_axis,
         classes=classes,
         label_smoothing=case.spec.label_smoothing,
@@ -253,6 +283,7 @@ def budget_of_tokens(case: Case, **axes: int) -> int:
         memory_budget=0,
         implementation="pallas_triton",
         device=device_info("pallas_triton", "cpu"),
+        splits_head=case.spec.splits_head,
         shards=shards,
         pads_shards=case.spec.vocab_size is not None,
         token_parts=axes["fsdp"],
@@ -535,6 +566,10 @@ def check_errors() -> None:
     big: Any = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((16032, 4096), jnp.bfloat16)
     found = explain(*big, **h200)
     assert (found.name, found.plan.path) == ("mosaic", "scaled_exp")
+    assert not found.plan.scaled_exp_config.first_rows
+    split = big[0], big[1].update(dtype=jnp.float32)
+    found = explain(*split, **h200, head_precision="float32")
+    assert (found.name, found.plan.path, len(found.plan.matmuls)) == ("mosaic", "scaled_exp", 5)
     assert not found.plan.scaled_exp_config.first_rows
 
 
