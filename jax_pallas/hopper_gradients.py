@@ -557,6 +557,7 @@ class DInputKernel:
         interpret: whether they run in Pallas' interpreter, on a CPU.
         first: some of e is in the memory of d_weight.
         smooths: the terms of label smoothing are added.
+        rounds: with `splits_head`, w is rounded to one matrix.
     """
 
     schedule: SplitKSchedule
@@ -567,6 +568,7 @@ class DInputKernel:
     interpret: bool
     first: FirstChunk | None = None
     smooths: bool = False
+    rounds: bool = False
 
     @property
     def piece(self) -> int:

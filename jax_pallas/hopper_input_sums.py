@@ -37,7 +37,7 @@ def _without_count(body: Callable[..., None], e_ref: Any, w_ref: Any, *rest: Any
     body(e_ref, w_ref, None, *rest)
 
 
-@partial(jax.jit, static_argnames=("rows", "classes", "vocab_axis", "most", "interpret", "schedule"))
+@partial(jax.jit, static_argnames=("rows", "classes", "vocab_axis", "most", "rounds", "interpret", "schedule"))
 def d_input_sums(
     e: Array,
     w: Array,
@@ -47,6 +47,7 @@ def d_input_sums(
     classes: int,
     vocab_axis: int,
     most: int | None = None,
+    rounds: bool = False,
     interpret: bool = False,
     schedule: SplitKSchedule | None = None,
 ) -> Array:
@@ -56,11 +57,13 @@ def d_input_sums(
         e, w, classes, vocab_axis, most, interpret, schedule: of `store_d_input`.
         count: () int32, how many of the classes of w count; None: all.
         rows: of e.
+        rounds: w is rounded to e's dtype if it is float32, and not split.
     """
     hidden = w.shape[1 - vocab_axis]
     schedule = schedule or choose_schedule(rows, hidden, classes, most, hopper_common.programs())
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
-    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, w.dtype != e.dtype, interpret)
+    float32 = w.dtype != e.dtype
+    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, float32, interpret, rounds=rounds)
     # The accumulators are columns by rows. XLA transposes them where it multiplies them by rho.
     size = kernel.d_blocks * D_BLOCK, cdiv(rows, schedule.tile_rows) * schedule.tile_rows
     ref = jax.new_ref(lax.empty(size, jnp.float32))

@@ -376,17 +376,18 @@ def exponentials_of_part(
     piece: int = 0,
     interpret: bool = False,
 ) -> dict[str, Array]:
-    """Writes the results of `exponentials` for some class blocks of a split head, in place, and returns all results.
+    """Writes the results of `exponentials` for some class blocks of a float32 head, in place, and returns all results.
 
     Args:
         x: (N, D), of which D is a multiple of 64.
-        w: (v, 2D), or (2D, v) where `vocab_axis` is 1: both halves of rows of the head, among them those of the part.
+        w: (v, 2D), or (2D, v) where `vocab_axis` is 1: both halves of rows of the head, among them those of the part;
+            or (v, D), or (D, v), these rows rounded.
         part: which class blocks, and where the results are: first `nothing_yet`.
         classes, blocks: of the whole head, and of the part.
         bias, ref_exponent, target, places, start, count, rows, vocab_axis, logit_scale, softcap, stores, statistics,
             piece, interpret: of `exponentials`, for the whole head.
     """
-    tiles = Tiles(rows, 2 * x.shape[1], classes, vocab_axis, blocks)
+    tiles = Tiles(rows, w.shape[1 - vocab_axis], classes, vocab_axis, blocks)
     switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
     offsets = start, part.first_class, 0, part.first_block, *([] if count is None else [count])
     values, others = (bias, ref_exponent, target, places), part.into.get("others")
@@ -464,10 +465,11 @@ def to_exponentials(found: dict[str, Array]) -> Exponentials:
     )
 
 
-def exponentials_of_split_head(
+def exponentials_of_float32_head(
     problem: Problem, arrays: tuple[Any, ...], in_d_weight: Array | None, options: dict[str, Any], *, of_shard: bool
 ) -> Exponentials:
-    """Returns `exponentials` of these arguments for a head, or a shard of it, that is split, one part at a time.
+    """Returns `exponentials` of these arguments for a float32 head, or a shard of it, that is split or rounded, one
+    part at a time.
 
     If the last part would end past the last class block, it starts earlier. It then writes the same numbers again.
     """

@@ -86,7 +86,9 @@ def multiply_split_unit(
     """Returns what `multiply_unit` returns, of a float32 head: (39). spare: of `rings_of`.
 
     A step has two matmuls. Their first operand is in registers: the head rounded, and what is left rounded. While one
-    is computed the registers of the other get the next step, so that the tensor cores need not wait.
+    is computed the registers of the other get the next step, so that the tensor cores need not wait. A head that is
+    rounded has one matmul a step, and its registers get the next step when it is done. Meanwhile the tensor cores have
+    the matmul of the other warpgroup.
     """
     # A thread loads two numbers that are next to each other in memory, and exchanges one with another if need be.
     layout = plgpu.Layout.WGMMA if kernel.vocab_axis else plgpu.Layout.WGMMA_TRANSPOSED
@@ -110,17 +112,20 @@ def multiply_split_unit(
             kept = classes - (unit.first + s) * STEP
             when(kept < STEP)(lambda: clear_after(w, kept, layout))
         whole = plgpu.layout_cast(plgpu.load(w, layout=layout), plgpu.Layout.WGMMA)
-        plgpu.wgmma_wait(1)  # the first matmul of the step before is done
+        plgpu.wgmma_wait(1 - kernel.rounds)  # the first matmul of the step before is done
+        if kernel.rounds and releases:
+            plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
         high = whole.astype(jnp.bfloat16)
         plgpu.barrier_wait(ring.full.at[slot])
         plgpu.wgmma(acc, operand(high, 0), e)
-        plgpu.wgmma_wait(1)  # so is the second
-        if releases:
-            plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
-        # Rounded again: 16-bit registers of both uses would take the place of others, which would be spilled.
-        whole = lax.optimization_barrier(whole)
-        low = (whole - whole.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
-        plgpu.wgmma(acc, operand(low, 1), e)
+        if not kernel.rounds:
+            plgpu.wgmma_wait(1)  # so is the second
+            if releases:
+                plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
+            # Rounded again: 16-bit registers of both uses would take the place of others, which would be spilled.
+            whole = lax.optimization_barrier(whole)
+            low = (whole - whole.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
+            plgpu.wgmma(acc, operand(low, 1), e)
         # Only here, where all numbers are in use: the assembler does not wait for a load before an arrival.
         plgpu.barrier_arrive(head.empty.at[of_head])
 

@@ -878,6 +878,7 @@ SMOOTHING = (
 )
 INTO, JAX_INTO = ("tests/test_core_triton_grad_into.py",), ("tests/test_jax_pallas_grad_into.py",)
 SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_jax_pallas_head_precision.py",)
+JAX_FLOAT32_SUMS = tests("jax_pallas_hopper_gradients", "sums_of_a_float32_head")
 JAX_SPLIT_SHARDS = tests("jax_pallas_shard_rows", "split and head or errors")
 SPLIT_TILES = tests("jax_pallas_hopper_logits", "test_exponentials and split")
 WAVES = tests("core_triton_head_precision", "whole_waves")
@@ -961,7 +962,7 @@ HEAD_FLOAT32 = (
         "jnp.maximum(exponents, NO_PROBABILITY)",
         tests("jax_pallas_hopper_logits", "test_exponentials and options"),
     ),
-    Mutation("jax_pallas/kernels.py", "else halves_of(w):", "else halves_of(w)[:1]:", JAX_SPLIT),
+    Mutation("jax_pallas/kernels.py", "halves_of(w)[: matmul.head_parts]:", "halves_of(w)[:1]:", JAX_SPLIT),
     Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),
     Mutation("jax_pallas/head_rows.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
     Mutation(
@@ -1003,14 +1004,16 @@ HEAD_FLOAT32 = (
         "jax_pallas/hopper_split_head.py",
         "when(kept < STEP)(lambda: clear_after(w, kept, layout))",
         "pass",
-        tests("jax_pallas_hopper_gradients", "sums_of_a_float32_head"),
+        JAX_FLOAT32_SUMS,
     ),
     Mutation(
         "jax_pallas/plan.py",
-        "elif w.dtype != x.dtype and not key.splits_head:",
+        'elif w.dtype != x.dtype and x.dtype != "bfloat16":',
         "elif w.dtype != x.dtype:",
         JAX_SPLIT_SHARDS,
     ),
+    Mutation("jax_pallas/problem.py", "rounded(w, self.input.dtype) if", "w if", JAX_SPLIT),
+    Mutation("jax_pallas/hopper_split_head.py", "if not kernel.rounds:", "if True:", JAX_FLOAT32_SUMS),
     Mutation("jax_pallas/head_rows.py", "jnp.where(is_class, w, 0), part", "w, part", JAX_SPLIT_SHARDS),
 )
 SAVED = tests("core_triton_saved", "not compile and not opcheck")

@@ -30,6 +30,7 @@ from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 HERE = Path(__file__).parent
 MATMULS = ("exponentials", "d_input_sums", "d_weight")
 LOSSES = ("train", "padded", "float16", "float16 padded", "smoothing", "smoothing padded", "split", "split padded")
+LOSSES += ("rounded", "rounded padded")
 
 
 def dtype_of(mode: str) -> Any:
@@ -37,7 +38,7 @@ def dtype_of(mode: str) -> Any:
 
 
 def head_dtype_of(mode: str) -> Any:
-    return jnp.float32 if "split" in mode else dtype_of(mode)
+    return jnp.float32 if "split" in mode or "rounded" in mode else dtype_of(mode)
 
 
 def precision_of(mode: str) -> dict[str, Any]:
@@ -53,8 +54,8 @@ def arrays_of(mode: str, n: int, d: int, v: int, vocab_axis: int) -> Any:
 def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
     """Compiles a call with gradients for so many GPUs. v: rows of one GPU; some of the last are no classes if the mode
     contains "padded". With "tokens" or "head" the GPUs divide the tokens too, and gather these. With "float16" the
-    arrays have this dtype, with "smoothing" the call has label smoothing, and with "split" a float32 head that is
-    split."""
+    arrays have this dtype, with "smoothing" the call has label smoothing, and with "split" or "rounded" a float32 head
+    that is split or rounded."""
     target = (HERE / "targets/h200.pbtxt").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
     mesh = topologies.make_mesh(topology, (shards,), ("vocab",))
@@ -198,6 +199,7 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
         ("tokens float16", 8, 32768, LLAMA, 0),
         ("tokens split", 8, 65536, LLAMA, 0),
         ("tokens split", 2, 16384, GEMMA, 1),
+        ("tokens rounded", 8, 32768, LLAMA, 0),
     ],
 )
 def test_tokens_are_gathered_beside_the_chunk_before(
@@ -340,6 +342,8 @@ def test_what_shards_save(
         ("split", 2, 8192, QWEN, 0),
         ("split", 8, 131072, LLAMA, 0),
         ("split padded", 8, 8192, GEMMA, 1),
+        ("rounded", 2, 8192, LLAMA, 0),
+        ("rounded padded", 8, 8192, GEMMA, 1),
     ],
 )
 def test_what_shards_exchange_and_hold(

@@ -130,22 +130,27 @@ CASES += tuple(
 # Of 640 rows 512 are saved: the exponentials of a device's 128 classes, and d_input.
 PART: dict[str, Any] = {"lead": (640,), "saved_budget": 4096 + 512 * (32 + 2 * (32 + 128))}
 CASES += (Case(name="saved, part", **WEIGHTED | PART, spec=LossSpec("none")),)
-# A float32 head that is split.
-SPLIT: dict[str, Any] = {"head_dtype": "float32"}
+# A float32 head that is split, or rounded.
 IN_FLOAT32 = ("mean", "token loss", "softcap, none", "far logits", "no token", "frozen head", "padded")
 IN_FLOAT32 += ("padded, softcap", "padded, log-probabilities", "smoothing", "smoothing, padded", "out of range")
 
 
-def split_heads(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-    """Returns the cases of IN_FLOAT32 with a float32 head that is split."""
-    return tuple(
-        replace(case, name=f"split head, {case.name}", **SPLIT, spec=replace(case.spec, head_precision="float32"))
-        for case in cases
+ROUNDED = ("softcap, none", "far logits", "token loss", "padded", "padded, log-probabilities", "smoothing, padded")
+
+
+def float32_heads(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Returns the cases of IN_FLOAT32 with a float32 head that is split, and those of ROUNDED with one that is not."""
+    found = [replace(case, head_dtype="float32") for case in cases if case.name in {*IN_FLOAT32, *ROUNDED}]
+    split = (
+        replace(case, name=f"split head, {case.name}", spec=replace(case.spec, head_precision="float32"))
+        for case in found
         if case.name in IN_FLOAT32
     )
+    rounded = (replace(case, name=f"rounded head, {case.name}") for case in found if case.name in ROUNDED)
+    return (*split, *rounded)
 
 
-CASES += split_heads(CASES)
+CASES += float32_heads(CASES)
 QUICK = (
     "class weights",
     "token loss",
@@ -203,7 +208,7 @@ TOKEN_CASES += (
     Case(name="float16, padded", **OF_SAMPLE, has_class_weight=True, spec=LossSpec(vocab_size=401)),
     Case(name="float16, padded, none", **OF_SAMPLE, spec=LossSpec("none", vocab_size=401), upstream="random"),
 )
-TOKEN_CASES += split_heads(TOKEN_CASES)
+TOKEN_CASES += float32_heads(TOKEN_CASES)
 QUICK_TOKENS = (
     "tokens, token loss",
     "tokens, split head, mean",
@@ -551,7 +556,7 @@ def check_errors() -> None:
 
     none = "the kernels take no shard of the vocabulary \\(vocab_axis_name\\) with "
     refused(none + "float32 input", x.astype(jnp.float32), w.astype(jnp.float32), y)
-    refused(none + "float32 linear_weight", x, w.astype(jnp.float32), y)
+    refused(none + "float32 linear_weight and float16 input", x.astype(jnp.float16), w.astype(jnp.float32), y)
     few = "label_smoothing 0.1 and fewer than 256 classes on a device"
     refused(none + few, x, w, y, label_smoothing=0.1)
     x16, w16, _ = given_arrays(jnp.float16, 512)
@@ -567,10 +572,12 @@ def check_errors() -> None:
     found = explain(*big, **h200)
     assert (found.name, found.plan.path) == ("mosaic", "scaled_exp")
     assert not found.plan.scaled_exp_config.first_rows
-    split = big[0], big[1].update(dtype=jnp.float32)
-    found = explain(*split, **h200, head_precision="float32")
-    assert (found.name, found.plan.path, len(found.plan.matmuls)) == ("mosaic", "scaled_exp", 5)
-    assert not found.plan.scaled_exp_config.first_rows
+    in_float32 = big[0], big[1].update(dtype=jnp.float32)
+    precision: dict[str, Any] = {"head_precision": "float32"}
+    for options, matmuls in (precision, 5), ({}, 3):
+        found = explain(*in_float32, **h200, **options)
+        assert (found.name, found.plan.path, len(found.plan.matmuls)) == ("mosaic", "scaled_exp", matmuls)
+        assert not found.plan.scaled_exp_config.first_rows
 
 
 CHECKS: dict[str, Callable[[], None]] = {
