@@ -54,7 +54,14 @@ from jax_pallas.hopper_common import (
     when,
     zero_piece,
 )
-from jax_pallas.hopper_split_head import HEAD_STAGES, head_slot, multiply_split_unit
+from jax_pallas.hopper_split_head import (
+    HEAD_STAGES,
+    head_memory,
+    head_slot,
+    multiply_split_unit,
+    ring_memory,
+    rings_of,
+)
 from jax_pallas.input_grad import (
     DInputIO,
     SumsIO,
@@ -549,6 +556,7 @@ class DInputKernel:
         interpret: whether they run in Pallas' interpreter, on a CPU.
         first: some of e is in the memory of d_weight.
         smooths: the terms of label smoothing are added.
+        rounds: with `splits_head`, w is rounded to one matrix.
     """
 
     schedule: SplitKSchedule
@@ -559,6 +567,7 @@ class DInputKernel:
     interpret: bool
     first: FirstChunk | None = None
     smooths: bool = False
+    rounds: bool = False
 
     @property
     def piece(self) -> int:
@@ -627,10 +636,11 @@ def d_input_warpgroup(
     """A multiplying warpgroup: computes its halves of all work units of this program."""
     arrive_at_all(ring.empty, STAGES)
     count = io.count if isinstance(io, SumsIO) else None
-    multiplies = partial(multiply_unit, kernel=kernel, ring=ring, warpgroup=warpgroup, classes=count)
+    shared: dict[str, Any] = {"kernel": kernel, "ring": ring, "warpgroup": warpgroup, "classes": count}
+    multiplies = partial(multiply_unit, **shared)
     if head is not None:
         arrive_at_all(head.empty, HEAD_STAGES)
-        multiplies = partial(multiply_split_unit, kernel=kernel, ring=ring, head=head, spare=spare, warpgroup=warpgroup)
+        multiplies = partial(multiply_split_unit, **shared, head=head, spare=spare)
 
     def one_unit(index: Any, count: Any) -> Any:
         unit = work_unit_of(index, kernel.schedule)
@@ -693,13 +703,11 @@ def d_input_kernel(
     others_ref, rest = (rest[0], rest[1:]) if kernel.first is not None else (None, rest)
     part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
     w_all, e_all, full, empty, buffers, came, *of_head = rest
-    e_views, head, spare, low = views(e_all, interpret=kernel.interpret), None, None, ()
+    low = ()
     if kernel.splits_head:
-        low_buffers, w_full, w_empty, *spares = of_head
-        ring, head = make_ring((None, None), e_views, full, empty), PairRing(w_all, w_all, w_full, w_empty)
-        spare, low = spares[0] if spares else None, (low_ref, views(low_buffers, interpret=kernel.interpret))
-    else:
-        ring = make_ring(views(w_all, interpret=kernel.interpret), e_views, full, empty)
+        low_buffers, *of_head = of_head
+        low = low_ref, views(low_buffers, interpret=kernel.interpret)
+    ring, head, spare = rings_of(kernel, w_all, e_all, full, empty, *of_head)
     warpgroup, start = lax.axis_index("warpgroup"), start_ref[0]
     io = DInputIO(
         start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came, *low, smooth=smooth
@@ -768,14 +776,7 @@ def store_d_input(
     ref, start = jax.new_ref(held), jnp.asarray(start, jnp.int32)[None]
     buffers = two_views((2, kernel.piece, 64), e.dtype, interpret=interpret)
     finishing = [buffers, plgpu.Barrier(num_arrivals=1 + splits_head, num_barriers=2), *[buffers] * splits_head]
-    tiles = (2, STEP), (schedule.tile_rows,)
-    rings = [two_views((STAGES, *shape, 64), e.dtype, interpret=interpret) for shape in tiles]
-    if splits_head:  # rows of 256 bytes are tiled for TMA too
-        rings[0] = plgpu.SMEM((HEAD_STAGES, 2, STEP, HALF), w.dtype, transforms=transforms(HALF, w.dtype.itemsize))
-    scratch = [*rings, *ring_barriers(1 if splits_head else 3), *finishing]
-    if splits_head:
-        scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=HEAD_STAGES) for _ in range(2)]
-        scratch += [plgpu.SMEM((2, 2, HALF, STEP), e.dtype, transforms=transforms(STEP))] * interpret
+    scratch = [*ring_memory(kernel, e.dtype), *finishing, *head_memory(kernel, e.dtype)]
     rows_held: list[Any] = [ref]
     if smooth is not None:  # 0 in rows that are not in the chunk
         rows_held += [jnp.pad(smooth[0], (0, after)), jnp.pad(smooth[1], (0, -hidden % D_BLOCK))]

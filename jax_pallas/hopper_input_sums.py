@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import hopper_common
-from jax_pallas.hopper_common import STAGES, as_roles, make_ring, ring_barriers, run_kernel, two_views, views
+from jax_pallas.hopper_common import as_roles, run_kernel
 from jax_pallas.hopper_gradients import DInputKernel, d_input_warpgroup, load_d_input
+from jax_pallas.hopper_split_head import head_memory, ring_memory, rings_of
 from jax_pallas.input_grad import SumsIO, sum_of_parts_kernel
 from jax_pallas.tile_config import D_BLOCK, STEP, SplitKSchedule, cdiv, choose_schedule
 
@@ -24,13 +25,11 @@ def d_input_sums_kernel(
 ) -> None:  # fmt: skip
     """Does what `d_input_kernel` does, but writes the sums of whole tiles, (columns, rows) of the tiles."""
     part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
-    w_all, e_all, full, empty = rest
-    w_views, e_views = (views(ref, interpret=kernel.interpret) for ref in (w_all, e_all))
-    ring = make_ring(w_views, e_views, full, empty)
+    ring, head, spare = rings_of(kernel, *rest)
     warpgroup = lax.axis_index("warpgroup")
-    load = partial(load_d_input, kernel, ring, None, w_ref, e_ref, None)
+    load = partial(load_d_input, kernel, ring, head, w_ref, e_ref, None)
     io = SumsIO(sums_ref, None if count_ref is None else count_ref[0])
-    multiply_units = partial(d_input_warpgroup, kernel, ring, None, None, warpgroup, io, part_ref)
+    multiply_units = partial(d_input_warpgroup, kernel, ring, head, spare, warpgroup, io, part_ref)
     as_roles(warpgroup, load, multiply_units)
 
 
@@ -38,7 +37,7 @@ def _without_count(body: Callable[..., None], e_ref: Any, w_ref: Any, *rest: Any
     body(e_ref, w_ref, None, *rest)
 
 
-@partial(jax.jit, static_argnames=("rows", "classes", "vocab_axis", "most", "interpret", "schedule"))
+@partial(jax.jit, static_argnames=("rows", "classes", "vocab_axis", "most", "rounds", "interpret", "schedule"))
 def d_input_sums(
     e: Array,
     w: Array,
@@ -48,26 +47,26 @@ def d_input_sums(
     classes: int,
     vocab_axis: int,
     most: int | None = None,
+    rounds: bool = False,
     interpret: bool = False,
     schedule: SplitKSchedule | None = None,
 ) -> Array:
     """Returns the first rows of e @ w, (rows, D) float32, for devices that add those of their classes: a sum of (54).
 
     Args:
-        e, w, classes, vocab_axis, most, interpret, schedule: of `store_d_input`. w has e's dtype.
+        e, w, classes, vocab_axis, most, interpret, schedule: of `store_d_input`.
         count: () int32, how many of the classes of w count; None: all.
         rows: of e.
+        rounds: w is rounded to e's dtype if it is float32, and not split.
     """
     hidden = w.shape[1 - vocab_axis]
     schedule = schedule or choose_schedule(rows, hidden, classes, most, hopper_common.programs())
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
-    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, False, interpret)
+    float32 = w.dtype != e.dtype
+    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, float32, interpret, rounds=rounds)
     # The accumulators are columns by rows. XLA transposes them where it multiplies them by rho.
     size = kernel.d_blocks * D_BLOCK, cdiv(rows, schedule.tile_rows) * schedule.tile_rows
     ref = jax.new_ref(lax.empty(size, jnp.float32))
-    rings = [
-        two_views((STAGES, *shape, 64), e.dtype, interpret=interpret) for shape in ((2, STEP), (schedule.tile_rows,))
-    ]
     body, operands = partial(d_input_sums_kernel, kernel), (e, w, ref)
     if count is None:
         body = partial(_without_count, body)
@@ -75,7 +74,7 @@ def d_input_sums(
         operands = e, w, count[None], ref
     parts = (schedule.partial_tiles, D_BLOCK, schedule.tile_rows)
     results = [jax.ShapeDtypeStruct(parts, jnp.float32)] if schedule.partial_tiles else []
-    scratch, grid = [*rings, *ring_barriers(3)], (hopper_common.programs(),)
+    scratch, grid = [*ring_memory(kernel, e.dtype), *head_memory(kernel, e.dtype)], (hopper_common.programs(),)
     found = run_kernel(body, "d_input_sums", operands, results, scratch, grid, interpret)
     if found:
         body, grid = partial(sum_of_parts_kernel, kernel), (schedule.split_tiles, schedule.tile_rows // kernel.piece)

@@ -53,6 +53,7 @@ from jax_pallas.row_kernels import IN_A_NUMBER, LN_2, LOG2_E, Exponentials, shif
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
+from jax_pallas.triton_launch import run
 from linear_ce.chunk_cost import logits_tile_ns
 from linear_ce.collectives import late_start
 from linear_ce.cost_coefficients import COEFFICIENTS
@@ -376,6 +377,7 @@ def exponentials_of_part(
     places: Array,
     start: Array | int,
     part: HeadPart,
+    count: Array | None = None,
     *,
     rows: int,
     classes: int,
@@ -388,32 +390,57 @@ def exponentials_of_part(
     piece: int = 0,
     interpret: bool = False,
 ) -> dict[str, Array]:
-    """Writes the results of `exponentials` for some class blocks of a split head, in place, and returns all results.
+    """Writes the results of `exponentials` for some class blocks of a float32 head, in place, and returns all results.
 
     Args:
         x: (N, D), of which D is a multiple of 64.
-        w: (v, 2D), or (2D, v) where `vocab_axis` is 1: both halves of rows of the head, among them those of the part.
+        w: (v, 2D), or (2D, v) where `vocab_axis` is 1: both halves of rows of the head, among them those of the part;
+            or (v, D), or (D, v), these rows rounded.
         part: which class blocks, and where the results are: first `nothing_yet`.
         classes, blocks: of the whole head, and of the part.
-        bias, ref_exponent, target, places, start, rows, vocab_axis, logit_scale, softcap, stores, statistics, piece,
-            interpret: of `exponentials`, for the whole head.
+        bias, ref_exponent, target, places, start, count, rows, vocab_axis, logit_scale, softcap, stores, statistics,
+            piece, interpret: of `exponentials`, for the whole head.
     """
-    tiles = Tiles(rows, 2 * x.shape[1], classes, vocab_axis, blocks)
+    tiles = Tiles(rows, w.shape[1 - vocab_axis], classes, vocab_axis, blocks)
     switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
-    offsets = start, part.first_class, 0, part.first_block
+    offsets = start, part.first_class, 0, part.first_block, *([] if count is None else [count])
     values, others = (bias, ref_exponent, target, places), part.into.get("others")
     first = None if others is None else FirstChunk.of(piece, rows, others.shape[1])
     return _exponentials(tiles, switches, x, w, *values, offsets, part.into, first, interpret=interpret)
 
 
 def nothing_yet(
-    rows: int, classes: int, others: Array | None = None, *, stores: bool, statistics: int, piece: int = 0
+    rows: int,
+    classes: int,
+    others: Array | None = None,
+    after: Array | None = None,
+    *,
+    stores: bool,
+    statistics: int,
+    piece: int = 0,
 ) -> dict[str, Array]:
-    """Returns memory for the results of `exponentials_of_part`; others, piece: of `exponentials`."""
+    """Returns memory for the results of `exponentials_of_part`; others, piece: of `exponentials`. after: the memory of
+    the exponentials is taken when this array is there, or with None at any time."""
     options = {"stores": stores, "statistics": statistics, "piece": piece}
     types = exponentials_types(Tiles(rows, 0, classes, 0), jnp.bfloat16, **options)
-    memory = {name: lax.empty(made.shape, made.dtype) for name, made in types.items()}
+    memory = {
+        name: lax.empty(made.shape, made.dtype) if after is None or name != "out" else memory_after(after, made)
+        for name, made in types.items()
+    }
     return memory if others is None else {**memory, "others": others}
+
+
+def memory_kernel(_: None, _operand_ref: Any, _result_ref: Any) -> None:
+    """Does nothing."""
+
+
+def memory_after(operand: Array, kind: jax.ShapeDtypeStruct) -> Array:
+    """Returns memory like `lax.empty`, which is taken when an operand is there.
+
+    `lax.empty` has no operand. In a program with collectives XLA may take its memory for a chunk of rows while the
+    chunk before still has its own: 250 MiB more on each of 8 H200s, for the shape of Gemma 2 2B.
+    """
+    return run(memory_kernel, None, (operand,), (kind,), (1,), warps=1, stages=1)[0]
 
 
 def _exponentials(
@@ -452,10 +479,11 @@ def to_exponentials(found: dict[str, Array]) -> Exponentials:
     )
 
 
-def exponentials_of_split_head(
-    problem: Problem, arrays: tuple[Any, ...], in_d_weight: Array | None, options: dict[str, Any]
+def exponentials_of_float32_head(
+    problem: Problem, arrays: tuple[Any, ...], in_d_weight: Array | None, options: dict[str, Any], *, of_shard: bool
 ) -> Exponentials:
-    """Returns `exponentials` of these arguments for a head that is split, one part at a time.
+    """Returns `exponentials` of these arguments for a float32 head, or a shard of it, that is split or rounded, one
+    part at a time.
 
     If the last part would end past the last class block, it starts earlier. It then writes the same numbers again.
     """
@@ -473,7 +501,8 @@ def exponentials_of_split_head(
         return exponentials_of_part(x, both, *others, of_part, blocks=part_blocks, **options), None
 
     kinds = {name: options[name] for name in ("rows", "classes", "stores", "statistics", "piece") if name in options}
-    found, _ = over_slices(body, nothing_yet(others=in_d_weight, **kinds), blocks, part_blocks)
+    nothing = nothing_yet(others=in_d_weight, after=x if of_shard else None, **kinds)
+    found, _ = over_slices(body, nothing, blocks, part_blocks)
     return to_exponentials(found)
 
 

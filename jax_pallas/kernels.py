@@ -53,6 +53,7 @@ class Matmul(NamedTuple):
     tile: TritonTile
     ranged: bool = True  # of w only some classes: the device knows the first, and how many after it are left out
     counted: bool = False  # the last scalar is how many of the classes count
+    head_parts: int = 2  # matrices of x's dtype that a float32 head is the sum of; 1: it is rounded
 
     @property
     def class_blocks(self) -> int:
@@ -100,7 +101,7 @@ def logits_tile(
     ends: bool = False,
 ) -> LogitsTile:  # fmt: skip
     """Computes a tile of logits: (1), (2). Rows past the last repeat it. Columns that are not `seen` are undefined. A
-    head of another dtype than x is split: (39). With `ends`, x may end before the rows of the tile do."""
+    head of another dtype than x is split, or rounded: (39). With `ends`, x may end before the rows of the tile do."""
     tile, axis, hidden, end = matmul.tile, matmul.vocab_axis, x_ref.shape[1], w_ref.shape[matmul.vocab_axis]
     row = arange(blocks[0] * ROW_BLOCK, ROW_BLOCK)
     first_place = blocks[1] * tile.block_v
@@ -131,7 +132,7 @@ def logits_tile(
             mask = (column < end)[None, :]  # `<`, from which the compiler sees that 8 columns go together
             w = load(w_ref, depth[:, None], column[None, :], mask=mask if within is None else mask & within[:, None])
         contract = (((1,), (1 - axis,)), ((), ()))
-        for half in [w] if w.dtype == x.dtype else halves_of(w):
+        for half in [w] if w.dtype == x.dtype else halves_of(w)[: matmul.head_parts]:
             raw = raw + lax.dot_general(x, half, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         return raw
 
@@ -267,20 +268,20 @@ def rows_of_sums(rows: int, statistics: int) -> int:
 def exponentials(
     x: Array, w: Array, bias: Array | None, ref_exponent: Array, target: Array, start: Array | int, *, rows: int,
     classes: int, vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, statistics: int,
-    count: Array | None = None,
+    count: Array | None = None, head_parts: int = 2,
 ) -> Exponentials:  # fmt: skip
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
 
     Args:
         x: (N, D), of which rows `start` to `start` + `rows` count.
-        w: (V, D), or (D, V) where `vocab_axis` is 1, of x's dtype, or float32 for a split head; the first `classes`
-            are classes.
+        w: (V, D), or (D, V) where `vocab_axis` is 1, of x's dtype or float32; the first `classes` are classes.
         bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
         target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned, in one place.
         start: a number, or an int32 scalar of the device; the arguments after it are static.
         stores: whether the exponentials are computed.
         statistics: of `linear_ce.statistics`, which are computed.
         count: () int32, how many of the first `classes` rows of w are classes; None: all.
+        head_parts: of `Matmul`.
     """
     # Token losses and log-probabilities have the same warps, which add in the same order, unless there are statistics
     # that would spill registers.
@@ -289,7 +290,8 @@ def exponentials(
     crowded |= stores and statistics & (ENTROPY | BY_ROW) == ENTROPY  # rows that are saved
     tile = triton_tile(w.dtype.itemsize, crowded=crowded)
     counted, scalars = count is not None, (start,) if count is None else (start, count)
-    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False, counted=counted)
+    of_head = {"ranged": False, "counted": counted, "head_parts": head_parts}
+    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, **of_head)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(rows, statistics)), jnp.float32)
     e_dtype = x.dtype if statistics & SHIFTS else jnp.bfloat16  # float16 only holds exponentials that are shifted
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), e_dtype) if stores else None
@@ -383,7 +385,8 @@ def repair(
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     count = () if problem.class_count is None else (problem.class_count,)
-    matmul = Matmul(size, problem.classes, *options, ranged=False, counted=bool(count))
+    of_head = {"ranged": False, "counted": bool(count), "head_parts": 1 + spec.splits_head}
+    matmul = Matmul(size, problem.classes, *options, **of_head)
     static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS), top_exponent_of(problem))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)

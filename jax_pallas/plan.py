@@ -181,8 +181,8 @@ def _why_shards_are_chunked(key: PlanKey) -> str | None:
     of_smoothing = _why_smoothed_shards_are_chunked(key)
     if x.dtype == "float32":
         kind = f"with {x.dtype} input"
-    elif w.dtype != x.dtype:
-        kind = f"with {w.dtype} linear_weight"
+    elif w.dtype != x.dtype and x.dtype != "bfloat16":
+        kind = f"with {w.dtype} linear_weight and {x.dtype} input"
     elif of_smoothing is not None:
         kind = f"with label_smoothing {key.label_smoothing}{of_smoothing}"
     elif key.entropy and key.stage in ("row_gradients", "entropy_loss_and_gradients", "gradients"):
@@ -211,7 +211,7 @@ EXCHANGED = 9  # numbers of a row that the devices of a vocabulary exchange, at 
 SHARD_ROW = 24  # bytes of a row of the call beside those of `row_kernels.CallRows`, in `shard_rows.py`
 
 
-COPIES = 2  # of a split head that a chunk makes: for the logits, and for XLA's matmuls of d_input
+COPIES = 2  # of a float32 head that a chunk makes: for the logits, and for XLA's matmuls of d_input
 
 
 def matmuls_of(key: PlanKey) -> tuple[str, ...]:
@@ -320,9 +320,10 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False, gpu=key.device.gpu,
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
-    takes_head = not casts_head or key.splits_head  # the kernels of scaled exponentials
+    # The kernels of scaled exponentials split a head, and round shards. `recompute` rounds other heads.
+    takes_head = not casts_head or key.splits_head or (key.shards > 0 and x.dtype == "bfloat16")
     multiplies = hopper and takes_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
-    if (key.grad_into and (hopper or key.stage != "saved_rows")) or (hopper and key.splits_head):
+    if (key.grad_into and (hopper or key.stage != "saved_rows")) or (hopper and casts_head):
         # XLA's GEMM of the first chunk would not add in place, and TMA adds to float32 rows in tiles of 8 rows.
         stores = multiplies and (key.vocab_axis == 1 or vocab % 8 == 0)
         multiplies = stores
@@ -330,7 +331,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         # XLA's GEMMs take whole arrays: nothing is padded.
         stores = multiplies or (not hopper and takes_head and vocab == key.classes == tile_config.padded(vocab))
     # The Hopper kernel reads the rows of x for each half of the head, in steps.
-    takes_head &= not (hopper and key.splits_head) or hidden % tile_config.STEP == 0
+    takes_head &= not (hopper and casts_head) or hidden % tile_config.STEP == 0
     fits_float16 = x.dtype == "float16" and stores and key.stage != "losses"
     multiplies &= x.dtype == "bfloat16" or fits_float16
     scaled_exp = (
@@ -380,11 +381,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         begun = fits_float16 and key.label_smoothing != 0
         if multiplies and writes and by_class and not begun and not key.shards:  # a part of d_input comes first
             room = tile_config.first_chunk_room(hidden, w.itemsize)
-        call = None
+        call, parts = None, 1 + key.splits_head
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
                 tokens=max(tokens, 1),
-                hidden=hidden * (1 + key.splits_head),
+                hidden=hidden * parts,
                 classes=key.classes,
                 d_input=key.d_input,
                 d_weight=key.d_weight and key.stage != "saved_rows",
@@ -394,11 +395,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 class_block=tile_config.CLASS_BLOCK,
                 row_step=tile_config.STEP,
                 programs=key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors,
-                cast_bytes=key.splits_head * (COPIES - hopper) * key.classes * hidden * (w.itemsize + 2 * x.itemsize),
+                cast_bytes=casts_head * (COPIES - hopper) * key.classes * hidden * (w.itemsize + parts * x.itemsize),
                 gpu=key.device.gpu,
                 coefficients=COEFFICIENTS[key.device.gpu, "jax"],
-                d_weight_itemsize=4 if multiplies and key.splits_head else 2,
-                parts=1 + key.splits_head,
+                d_weight_itemsize=4 if multiplies and casts_head else 2,
+                parts=parts,
             )
         added_itemsize = 4 if key.grad_into else w.itemsize
         chunks = tile_config.choose_scaled_exp(
@@ -415,7 +416,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
-            splits_head=key.splits_head,
+            head_parts=casts_head * parts,
             programs=key.device.multiprocessors or 1,
             second_d_weight=0 if multiplies or fits_float16 or not key.d_weight else added_itemsize * hidden * vocab,
             scales_d_weight=fits_float16 and key.d_weight and not multiplies,
@@ -441,7 +442,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )
-        copies = key.splits_head and (hopper or key.d_input)  # the other kernels of the logits split the head
+        copies = casts_head and (hopper or key.d_input)  # the other kernels of the logits cast the head
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, copies,
             vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=multiplies,

@@ -62,6 +62,11 @@ class Problem:
         return self.target.shape[0]
 
     @property
+    def casts_head(self) -> bool:
+        """Whether the head is float32 and the input is not: it is split, or rounded."""
+        return self.linear_weight.dtype != self.input.dtype
+
+    @property
     def local_classes(self) -> int:
         """How many rows of linear_weight are classes. The other rows are padding. Where devices divide the vocabulary,
         all rows: `classes_of` masks the padding."""
@@ -100,6 +105,11 @@ class Problem:
         if self.masks_classes and vocab_chunk.fresh is not None:  # the padding may hold NaN
             w = jnp.where(jnp.expand_dims(vocab_chunk.fresh, 1 - self.vocab_axis), w, 0)
         return halves(w, dtype, 1 - self.vocab_axis) if self.spec.splits_head else w.astype(dtype)
+
+    def as_multiplied(self, w: Array) -> Array:
+        """Returns rows of the head with the numbers that the matmuls take: those of a float32 head are rounded unless
+        it is split."""
+        return rounded(w, self.input.dtype) if self.casts_head and not self.spec.splits_head else w
 
     def beside_head(self, x: Array) -> Array:
         """Returns rows (n, D) as an operand of the logits' matmul with `weight_of`: (n, 2D) if the head is split."""
@@ -199,11 +209,17 @@ def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     )
 
 
+def rounded(w: Array, dtype: Any) -> Array:
+    """Returns a float32 array, float32, with the numbers of another dtype. XLA would remove a conversion to the dtype
+    and back."""
+    finfo = jnp.finfo(dtype)
+    return lax.reduce_precision(w, finfo.nexp, finfo.nmant)
+
+
 def halves(w: Array, dtype: Any, axis: int) -> Array:
     """Returns a float32 matrix as the sum of two of another dtype, joined along an axis: the matrix rounded, and what
     is left rounded: MATH.md (39)."""
-    finfo = jnp.finfo(dtype)
-    high = lax.reduce_precision(w, finfo.nexp, finfo.nmant)  # XLA would remove a conversion to the dtype and back
+    high = rounded(w, dtype)
     return jnp.concatenate([high.astype(dtype), (w - high).astype(dtype)], axis)
 
 

@@ -24,7 +24,7 @@ dtype. It stores only the sums.
 
 A float32 head may be split in two matrices of the input's dtype: (39). The Hopper kernel of the logits, and XLA's
 matmuls of d_input, take both halves of a vocabulary chunk, a copy. The other kernels split the head as they read it.
-d_weight is float32 then.
+d_weight is float32 then. Shards of a float32 head may also be rounded, to one such matrix.
 
 A first chunk may be larger than the others, with most of its exponentials in the memory of d_weight, which is not
 written yet (`first_chunk.py`). Its d_input is computed before its d_weight.
@@ -284,11 +284,11 @@ def _run(
         if smoothing is not None and starts:
             sums = smoothing.start_head(sums)
         elif sums is None:  # overwritten by the first chunk
-            dtype = jnp.float32 if problem.spec.splits_head else problem.input.dtype
+            dtype = jnp.float32 if problem.casts_head else problem.input.dtype
             sums = lax.empty(problem.linear_weight.shape, dtype)
         carry = carry._replace(d_weight=sums)
-    # XLA's GEMM adds to d_weight in place only inside a loop. A loop of vocabulary chunks copies a split head.
-    unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.spec.splits_head
+    # XLA's GEMM adds to d_weight in place only inside a loop. A loop of vocabulary chunks copies a float32 head.
+    unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.casts_head
     if not saves:
         over: dict[str, Any] = {"full": last_start, "unrolls": unrolls, "separate_end": parts is not None}
         carry, found = over_chunks(body, carry, tokens, config.rows, **over)
@@ -522,7 +522,8 @@ def _store_exponentials(
     }
     if problem.class_count is not None:
         options["count"] = problem.class_count
-    if places is None:  # these kernels split the head themselves
+    if places is None:  # these kernels split or round the head themselves
+        options["head_parts"] = 1 + problem.spec.splits_head
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
         from jax_pallas import hopper_logits
@@ -532,8 +533,8 @@ def _store_exponentials(
         arrays = *arrays, in_chunk, place[row_kernels.FIRST_OF_X]
         if in_d_weight is not None:
             options["piece"] = plan_of(problem).scaled_exp_config.piece
-        if problem.spec.splits_head:
-            found = hopper_logits.exponentials_of_split_head(problem, arrays, in_d_weight, options)
+        if problem.casts_head:
+            found = hopper_logits.exponentials_of_float32_head(problem, arrays, in_d_weight, options, of_shard=of_shard)
         else:
             found = hopper_logits.exponentials(*arrays, in_d_weight, **options, sent=sent, gpu=plan_of(problem).gpu)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops, of_shard=of_shard)
@@ -724,6 +725,7 @@ def _part_of_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, r
 
         most = plan.scaled_exp_config.d_input_bytes
         shared: dict[str, Any] = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": most}
+        shared["rounds"] = problem.casts_head and not problem.spec.splits_head
         sums = hopper_input_sums.d_input_sums(e, w, problem.class_count, rows=len(rho), **shared)
     else:
         sums = times_head(problem, e, len(rho))

@@ -195,7 +195,7 @@ def _of_shard(problem: Problem) -> Array:
 def _means_of_shards(problem: Problem, weights: Array) -> tuple[Array, Array, Array | None]:
     """Returns the means over all classes of the head's rows (D,) and of the bias (), each times its class weight, and
     `_Exchanged.row_sum` where tokens are gathered. weights: of `_of_shard`."""
-    w, b, axis = problem.linear_weight, problem.linear_bias, problem.vocab_axis
+    w, b, axis = problem.as_multiplied(problem.linear_weight), problem.linear_bias, problem.vocab_axis
     own = jnp.where(jnp.expand_dims(weights != 0, 1 - axis), jnp.expand_dims(weights, 1 - axis) * w, 0.0).sum(axis)
     of_bias = jnp.zeros(1) if b is None else jnp.where(weights != 0, weights * b, 0.0).sum()[None]
     devices, hidden, of_rows = problem.devices, len(own), []

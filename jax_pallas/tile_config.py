@@ -357,7 +357,7 @@ def choose_scaled_exp(
     block_v: int,
     hopper: bool,
     scratch: Callable[[int, int], int],
-    splits_head: bool = False,
+    head_parts: int = 0,
     programs: int = 1,
     second_d_weight: int,
     scales_d_weight: bool = False,
@@ -386,7 +386,7 @@ def choose_scaled_exp(
         block_v: classes of a tile of logits.
         hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
-        splits_head: the head is cast to two matrices, side by side, one vocabulary chunk at a time.
+        head_parts: matrices that a float32 head is cast to, side by side, one vocabulary chunk at a time. 0: it is not.
         programs: multiprocessors, where `hopper`.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
@@ -410,7 +410,7 @@ def choose_scaled_exp(
     # returned.
     fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096 + copied
     in_workspace = stores and not saves
-    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * splits_head)
+    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * (head_parts > 0))
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
     @cache
@@ -418,18 +418,18 @@ def choose_scaled_exp(
         """Returns the classes of a vocabulary chunk of at most `most` bytes, or of one tile: on a Hopper those with the
         fewest waves of tiles of logits, in chunks of `rows` rows and the last one. The last vocabulary chunk is as
         large as the others, and may overlap the one before. So they are as equal as possible."""
-        if not (splits_head or scales_d_weight):
+        if not (head_parts or scales_d_weight):
             return classes
-        part = max(1, min(most // (2 * itemsize * hidden), D_LOGITS_VOCAB_CHUNK) // block_v)
-        if scales_d_weight:
-            part = max(1, most // (4 * hidden) // block_v)
+        row = 4 * hidden if scales_d_weight else head_parts * itemsize * hidden
+        fitting = most // row if scales_d_weight else min(most // row, D_LOGITS_VOCAB_CHUNK)
+        part = max(1, fitting // block_v)
         if hopper:
             many = cdiv(tokens - last_rows, rows), 1
             row_blocks = cdiv(rows, ROW_BLOCK), cdiv(last_rows, ROW_BLOCK)
 
             def time(part: int) -> int:
                 waves = sum(n * cdiv(part * size, programs) for n, size in zip(many, row_blocks, strict=True))
-                return cdiv(blocks, part) * (waves * 2 * hidden + sum(many) * VOCAB_CHUNK_HIDDEN)
+                return cdiv(blocks, part) * (waves * head_parts * hidden + sum(many) * VOCAB_CHUNK_HIDDEN)
 
             part = min(range(part, 0, -1), key=time)
         return min(classes, cdiv(blocks, cdiv(blocks, part)) * block_v)
@@ -437,7 +437,7 @@ def choose_scaled_exp(
     def config(rows: int, cast_bytes: int, first_rows: int = 0, most: int | None = None) -> ScaledExpConfig:
         rows = cdiv(rows, token_parts) * token_parts
         head_rows = head_rows_of(rows, first_rows or (tokens - 1) % rows + 1, cast_bytes)
-        most_rows, head_bytes = max(rows, first_rows), 2 * itemsize * hidden * head_rows * splits_head
+        most_rows, head_bytes = max(rows, first_rows), head_parts * itemsize * hidden * head_rows
         padded_rows = -(-most_rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
         # statistics are read when these are there.
@@ -466,7 +466,7 @@ def choose_scaled_exp(
         if first_rows:
             last_rows, piece = first_rows, stored // (-(-first_rows // 8) * 8) // block_v * block_v
         of_d_input = max(scratch(size, most) for size in {rows, first_rows or rows})
-        if splits_head and of_d_input and not hopper:  # the sum and a term of XLA's GEMM, and columns of exponentials
+        if head_parts and of_d_input and not hopper:  # the sum and a term of XLA's GEMM, and columns of exponentials
             of_d_input += of_d_input + itemsize * rows * head_rows
         # A part of the sum, the exponentials of its classes, and the rows of the input.
         parts_of_d_weight = head_rows * (4 * hidden + itemsize * rows) + itemsize * rows * hidden
@@ -487,11 +487,11 @@ def choose_scaled_exp(
         if not found.piece:
             return None
         rows = cdiv(found.first_rows, ROW_BLOCK) * ROW_BLOCK
-        if not splits_head and found.piece < FIRST_CHUNK_PIECE * rows:
+        if not head_parts and found.piece < FIRST_CHUNK_PIECE * rows:
             return None
-        columns = hidden * (1 + splits_head)
+        columns = hidden * (1 + (head_parts > 0))
         pieces = first_chunk_pieces(found.piece, rows, columns // CLASS_BLOCK * CLASS_BLOCK, classes)
-        return None if pieces is None or (splits_head and len(pieces) > FIRST_CHUNK_PIECES) else pieces
+        return None if pieces is None or (head_parts and len(pieces) > FIRST_CHUNK_PIECES) else pieces
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not call.d_input:
@@ -501,7 +501,7 @@ def choose_scaled_exp(
         sizes = rows, hidden, classes, found.d_input_bytes, call.programs
         schedule = choose_schedule(*sizes, batch_invariant=batch_invariant)
         share = 1 - schedule.split_iters / schedule.iters_per_tile
-        classes_of_both = schedule.longest * STEP * (1 + splits_head)
+        classes_of_both = schedule.longest * STEP * max(1, head_parts)
         return chunk_cost.DInput(schedule.tile_rows, classes_of_both, share, schedule.bytes)
 
     @cache
@@ -519,7 +519,7 @@ def choose_scaled_exp(
         """Returns chunks with a first chunk in the memory of d_weight, if they are faster than the best ones without:
         all rows, or as many as d_weight has room for beside other chunks, which have the rows of one of `equal`."""
         rows = {one.rows for one in equal}
-        if tokens <= room or splits_head:  # the workspace may hold fewer rows of exponentials, in more pieces
+        if tokens <= room or head_parts:  # the workspace may hold fewer rows of exponentials, in more pieces
             step = -(-equal[0].rows // (FIRST_CHUNK_TRIES * ROW_BLOCK)) * ROW_BLOCK
             rows |= {*range(step, equal[0].rows, step)}
         sizes = ((one, tokens - max(0, cdiv(tokens - room, one)) * one) for one in rows)
@@ -535,8 +535,8 @@ def choose_scaled_exp(
         return min(fastest, key=lambda one: (cdiv(tokens - one.first_rows, one.rows), one.bytes))
 
     # First what is fast.
-    fast = min(CAST_BYTES, budget // 4) if splits_head else min(D_WEIGHT_BYTES, budget // D_INPUT_FRACTION)
-    for cast_bytes in [fast, 0] if splits_head or scales_d_weight else [0]:
+    fast = min(CAST_BYTES, budget // 4) if head_parts else min(D_WEIGHT_BYTES, budget // D_INPUT_FRACTION)
+    for cast_bytes in [fast, 0] if head_parts or scales_d_weight else [0]:
         equal = chunk_cost.choose_rows(
             lambda rows, cast_bytes=cast_bytes: configs(rows, cast_bytes),
             tokens=tokens,

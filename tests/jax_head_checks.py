@@ -37,6 +37,13 @@ CASES = (
     Case(name="frozen input", **SIZES, frozen=("input",)),
     replace(Case(name="float16", **SIZES, token_weight="signed", spec=LossSpec("sum")), dtype="float16"),
     replace(Case(name="no token", **SIZES), ignored="all"),
+    Case(
+        name="split head",
+        **SIZES,
+        head_dtype="float32",
+        has_class_weight=True,
+        spec=LossSpec("sum", label_smoothing=0.1, head_precision="float32"),
+    ),
 )
 
 

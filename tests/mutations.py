@@ -908,6 +908,8 @@ SMOOTHING = (
 )
 INTO, JAX_INTO = ("tests/test_core_triton_grad_into.py",), ("tests/test_jax_pallas_grad_into.py",)
 SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_jax_pallas_head_precision.py",)
+JAX_FLOAT32_SUMS = tests("jax_pallas_hopper_gradients", "sums_of_a_float32_head")
+JAX_SPLIT_SHARDS = tests("jax_pallas_shard_rows", "split and head or errors")
 SPLIT_TILES = tests("jax_pallas_hopper_logits", "test_exponentials and split")
 WAVES = tests("core_triton_head_precision", "whole_waves")
 HEAD_COPY = tests("core_triton_interpreted", "copies_of_a_head")
@@ -990,7 +992,7 @@ HEAD_FLOAT32 = (
         "jnp.maximum(exponents, NO_PROBABILITY)",
         tests("jax_pallas_hopper_logits", "test_exponentials and options"),
     ),
-    Mutation("jax_pallas/kernels.py", "else halves_of(w):", "else halves_of(w)[:1]:", JAX_SPLIT),
+    Mutation("jax_pallas/kernels.py", "halves_of(w)[: matmul.head_parts]:", "halves_of(w)[:1]:", JAX_SPLIT),
     Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),
     Mutation("jax_pallas/head_rows.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
     Mutation(
@@ -1027,6 +1029,22 @@ HEAD_FLOAT32 = (
         tests("jax_pallas_head_precision", "adds_both_halves"),
     ),
     Mutation("jax_pallas/hopper_tiles.py", "class_block += own.offsets()[3]", "pass", SPLIT_TILES),
+    Mutation("jax_pallas/hopper_logits.py", "*([] if count is None else [count])", "", SPLIT_TILES),
+    Mutation(
+        "jax_pallas/hopper_split_head.py",
+        "when(kept < STEP)(lambda: clear_after(w, kept, layout))",
+        "pass",
+        JAX_FLOAT32_SUMS,
+    ),
+    Mutation(
+        "jax_pallas/plan.py",
+        'elif w.dtype != x.dtype and x.dtype != "bfloat16":',
+        "elif w.dtype != x.dtype:",
+        JAX_SPLIT_SHARDS,
+    ),
+    Mutation("jax_pallas/problem.py", "rounded(w, self.input.dtype) if", "w if", JAX_SPLIT),
+    Mutation("jax_pallas/hopper_split_head.py", "if not kernel.rounds:", "if True:", JAX_FLOAT32_SUMS),
+    Mutation("jax_pallas/head_rows.py", "jnp.where(is_class, w, 0), part", "w, part", JAX_SPLIT_SHARDS),
 )
 SAVED = tests("core_triton_saved", "not compile and not opcheck")
 SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")

@@ -176,6 +176,7 @@ ONE_FRAMEWORK_ONLY = {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
         "layout_of_input",  # of tokens that are gathered chunk by chunk
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
+        "rounded",  # XLA would remove a conversion
         "is_one_chunk",  # XLA divides such calls among devices
     },
     # PyTorch writes the parts of a gradient that is sent in its last chunk, to buffers. XLA adds to them in all chunks.

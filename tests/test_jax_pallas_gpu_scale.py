@@ -47,14 +47,16 @@ def check(case: Case, axis: str = "vocab", rows: int = 8 * 96 - 5, **options: An
     assert_within_budget(case, arrays, found)
 
 
-OF_OTHERS = ("float16, ", "smoothing", "saved")  # of these, fewer cases
+OF_OTHERS = ("float16, ", "smoothing", "saved", "split head", "rounded head")  # of these, fewer cases
 ON_GPUS = ("float16, padded", "float16, token loss", "float16, far logits", "smoothing", "smoothing, padded")
 ON_GPUS += ("saved", "saved, padded", "saved, part", "float16, saved")
+FLOAT32_HEADS = ("split head, token loss", "split head, padded", "rounded head, padded")
+ON_GPUS += (*FLOAT32_HEADS, "split head, padded, softcap", "split head, smoothing")
 CHECKS = {
     case.name: partial(check, case) for case in CASES if case.name in ON_GPUS or not case.name.startswith(OF_OTHERS)
 }
 # Tokens that are gathered, in four chunks or more.
-OF_TOKENS = ("padded", "token loss", "smoothing", *ON_GPUS[:3], "float16, padded, none")
+OF_TOKENS = ("padded", "token loss", "smoothing", *ON_GPUS[:3], "float16, padded, none", *FLOAT32_HEADS)
 CHECKS |= {
     f"tokens, {case.name}": partial(check, case, "fsdp", 8 * 114, gather="tokens")
     for case in TOKEN_CASES

@@ -186,6 +186,17 @@ def test_d_input_takes_both_halves_and_float32_rows_of_targets(vocab_axis: int) 
     assert np.array_equal(head_rows.target_rows(ours, arrays["target"]), w[arrays["target"]])
 
 
+def test_rows_of_targets_of_a_rounded_head_are_rounded() -> None:
+    """As those that the logits are computed with, of shards. XLA may remove a conversion to bfloat16 and back."""
+    arrays = float32_head()
+    ours = Problem(**arrays, linear_bias=None, row_weight=jnp.ones(12), class_weight=None, spec=LossSpec(), classes=50)
+    rows = jax.jit(lambda target: head_rows.target_rows(ours, target).astype(jnp.float32))
+    found = rows(arrays["target"])
+    assert "reduce_precision" in str(jax.make_jaxpr(rows)(arrays["target"]))
+    want = arrays["linear_weight"].astype(jnp.bfloat16)[arrays["target"]]
+    assert np.array_equal(found, want.astype(jnp.float32))
+
+
 @pytest.mark.parametrize("vocab_axis", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_hopper_kernel_adds_both_halves_of_the_rows_of_targets(
     vocab_axis: int, monkeypatch: pytest.MonkeyPatch

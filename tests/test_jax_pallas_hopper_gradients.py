@@ -433,6 +433,31 @@ def test_d_input_of_a_float32_head(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert not float64(found)[own][(rho == 0) & (theta == 0)].any()
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("counted", [pytest.param(False, marks=SLOW), True])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "split" else SLOW) for name in SPLIT_WAYS])
+def test_d_input_sums_of_a_float32_head(
+    name: str, counted: bool, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is split, or rounded."""
+    sizes, many, schedule = SPLIT_WAYS[name]
+    use_programs(monkeypatch, many)
+    w = jnp.asarray(np.random.default_rng(3).standard_normal((sizes.vocab, sizes.hidden)), jnp.float32)
+    e, of_classes = sizes.e(), w[: sizes.classes]
+    parts = float64(halves(of_classes, jnp.bfloat16, 0)).reshape(2, sizes.classes, -1)
+    expected = float64(e)[: sizes.rows, : sizes.classes] @ parts[: 2 - rounds].sum(0)
+    w = replaced(w, np.s_[sizes.classes :], np.nan)
+    options: dict[str, Any] = {"classes": sizes.classes, "vocab_axis": sizes.vocab_axis, "schedule": schedule}
+    count = None
+    if counted:
+        count, options["classes"] = jnp.int32(sizes.classes), sizes.vocab
+        e = jnp.pad(e, ((0, 0), (0, padded(sizes.vocab) - e.shape[1])))
+        if cdiv(sizes.vocab, STEP) != schedule.iters_per_tile:
+            del options["schedule"]
+    found = d_input_sums(e, sizes.head(w), count, rows=sizes.rows, rounds=rounds, **options, interpret=True)
+    assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
 # How programs divide d_input's tiles.
 
 

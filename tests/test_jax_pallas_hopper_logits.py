@@ -187,7 +187,9 @@ def check_targets(
         close(array, np.where(np.asarray(target) >= 0, at_target, 0.0), FLOAT32)
 
 
-def in_parts(x: Array, w: Array, *values: Any, classes: int, vocab_axis: int, **options: Any) -> Any:
+def in_parts(
+    x: Array, w: Array, *values: Any, classes: int, vocab_axis: int, count: Array | None = None, **options: Any
+) -> Any:
     """Returns the results of `hopper_logits.exponentials` for a float32 head, which is split, in parts of two class
     blocks. The first part is computed last, and class block 1 twice."""
     blocks, size = cdiv(classes, hopper_common.BLOCK_V), 2 * hopper_common.BLOCK_V
@@ -199,7 +201,7 @@ def in_parts(x: Array, w: Array, *values: Any, classes: int, vocab_axis: int, **
         both = halves(jax.lax.slice_in_dim(w, start, start + size, axis=vocab_axis), x.dtype, 1 - vocab_axis)
         part = hopper_logits.HeadPart(jnp.int32(first_block), jnp.int32(first - start), found)
         options |= {"classes": classes, "vocab_axis": vocab_axis, "blocks": 2}
-        found = jax.block_until_ready(hopper_logits.exponentials_of_part(x, both, *values, part, **options))
+        found = jax.block_until_ready(hopper_logits.exponentials_of_part(x, both, *values, part, count, **options))
     return hopper_logits.to_exponentials(found)
 
 
@@ -209,6 +211,12 @@ SPLIT_HEADS = {
 }
 
 
+def counted_parts(x: Array, w: Array, *values: Any, classes: int, vocab_axis: int, **options: Any) -> Any:
+    """Returns the results of `in_parts` where only the device knows how many classes there are."""
+    options |= {"classes": w.shape[vocab_axis], "vocab_axis": vocab_axis}
+    return in_parts(x, w, *values, count=jnp.int32(classes), **options)
+
+
 def counted(x: Array, w: Array, *values: Any, classes: int, vocab_axis: int, **options: Any) -> Any:
     """Returns the results of `hopper_logits.exponentials` where only the device knows how many classes there are."""
     options |= {"classes": w.shape[vocab_axis], "vocab_axis": vocab_axis}
@@ -216,19 +224,21 @@ def counted(x: Array, w: Array, *values: Any, classes: int, vocab_axis: int, **o
 
 
 COUNTED = {"counted": Call(rows=70, start=9, classes=310, bias=True, softcap=3.0)}
+COUNTED_SPLIT = {"counted split": Call(90, 64, 448, rows=70, classes=400, bias=True)}
+LAUNCHERS = dict.fromkeys(SPLIT_HEADS, in_parts) | dict.fromkeys(COUNTED, counted)
+LAUNCHERS |= dict.fromkeys(COUNTED_SPLIT, counted_parts)
 
 
-@pytest.mark.parametrize("name", cases([*CALLS, *SPLIT_HEADS, *COUNTED], ("options", "split", "counted")))
+@pytest.mark.parametrize("name", cases([*CALLS, *LAUNCHERS], ("options", "split", "counted", "counted split")))
 def test_exponentials(name: str) -> None:
-    call = {**CALLS, **SPLIT_HEADS, **COUNTED}[name]
+    call = {**CALLS, **SPLIT_HEADS, **COUNTED, **COUNTED_SPLIT}[name]
     drawn = call.drawn()
-    if name in SPLIT_HEADS:  # more bits than bfloat16 has
+    if name in {**SPLIT_HEADS, **COUNTED_SPLIT}:  # more bits than bfloat16 has
         drawn["w"] = drawn["w"].astype(jnp.float32) * (1 + 2.0**-10)
     padding = (slice(None), slice(call.classes, None)) if call.vocab_axis else slice(call.classes, None)
     drawn["w"] = replaced(drawn["w"], padding, np.nan)
     target = replaced(drawn["target"], drawn["target"] >= call.classes, -1)
-    launcher = in_parts if name in SPLIT_HEADS else counted if name in COUNTED else None
-    e, sums, tops, *of_target, others = run_exponentials(call, drawn, target=target, launcher=launcher)
+    e, sums, tops, *of_target, others = run_exponentials(call, drawn, target=target, launcher=LAUNCHERS.get(name))
     assert e is not None
     assert tops is not None
     logits = call.logits(drawn)

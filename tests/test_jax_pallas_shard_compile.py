@@ -29,21 +29,38 @@ from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 HERE = Path(__file__).parent
 MATMULS = ("exponentials", "d_input_sums", "d_weight")
-LOSSES = ("train", "padded", "float16", "float16 padded", "smoothing", "smoothing padded")
+LOSSES = ("train", "padded", "float16", "float16 padded", "smoothing", "smoothing padded", "split", "split padded")
+LOSSES += ("rounded", "rounded padded")
 
 
 def dtype_of(mode: str) -> Any:
     return jnp.float16 if "float16" in mode else jnp.bfloat16
 
 
+def head_dtype_of(mode: str) -> Any:
+    return jnp.float32 if "split" in mode or "rounded" in mode else dtype_of(mode)
+
+
+def precision_of(mode: str) -> dict[str, Any]:
+    return {"head_precision": "float32"} if "split" in mode else {}
+
+
+def arrays_of(mode: str, n: int, d: int, v: int, vocab_axis: int) -> Any:
+    """Returns the shapes of the input and of the head of one GPU."""
+    w = (v, d)[:: 1 - 2 * vocab_axis]
+    return jax.ShapeDtypeStruct((n, d), dtype_of(mode)), jax.ShapeDtypeStruct(w, head_dtype_of(mode))
+
+
 def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) -> Any:
     """Compiles a call with gradients for so many GPUs. v: rows of one GPU; some of the last are no classes if the mode
     contains "padded". With "tokens" or "head" the GPUs divide the tokens too, and gather these. With "float16" the
-    arrays have this dtype, and with "smoothing" the call has label smoothing."""
+    arrays have this dtype, with "smoothing" the call has label smoothing, and with "split" or "rounded" a float32 head
+    that is split or rounded."""
     target = (HERE / "targets/h200.pbtxt").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{shards}")
     mesh = topologies.make_mesh(topology, (shards,), ("vocab",))
     options: dict[str, Any] = {"vocab_axis": vocab_axis, "vocab_axis_name": "vocab", "implementation": "mosaic"}
+    options |= precision_of(mode)
     head, sizes = (P("vocab"), (shards * v, d)) if vocab_axis == 0 else (P(None, "vocab"), (d, shards * v))
 
     gather = next((one for one in ("tokens", "head") if one in mode), None)
@@ -69,16 +86,15 @@ def compiled(mode: str, shards: int, n: int, d: int, v: int, vocab_axis: int) ->
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
     rows = P() if gather is None else P("vocab")
-    dtype = dtype_of(mode)
-    arrays = shape((n, d), dtype, rows), shape(sizes, dtype, head), shape((n,), jnp.int32, rows)
+    arrays = shape((n, d), dtype_of(mode), rows), shape(sizes, head_dtype_of(mode), head), shape((n,), jnp.int32, rows)
     with jax.set_mesh(mesh):
         body = jax.shard_map(call, mesh=mesh, in_specs=(rows, head, rows), out_specs=(P(), (rows, head)))
         return jax.jit(body).lower(*arrays).compile()
 
 
 def operations(program: str) -> list[str]:
-    """Returns the operations of a compiled program in the order in which they are launched: kernels of this library by
-    their names, collectives with the shapes of their results."""
+    """Returns the operations of a compiled program in the order in which they are launched, those of a loop once:
+    kernels of this library by their names, collectives with the shapes of their results."""
     computations: dict[str, list[tuple[str, str]]] = {}
     for line in re.sub(r"/\*.*?\*/", "", program).splitlines():
         opening = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
@@ -94,18 +110,18 @@ def operations(program: str) -> list[str]:
             assert target is not None
             if target[1] != "AllocateBuffer":
                 found.append(("", target[1] if kernel is None else kernel[1]))
-        elif kind == "fusion":  # a kernel is in one with the slice of its operand
-            calls = re.search(r"calls=%?([\w.-]+)", line)
+        elif kind in ("fusion", "while"):  # a kernel is in a fusion with the slice of its operand
+            calls = re.search(r"(?:calls|body)=%?([\w.-]+)", line)
             assert calls is not None
-            found.append(("fusion", calls[1]))
+            found.append((kind, calls[1]))
         elif re.match("all-|reduce-scatter|collective|dot|send|recv", kind):
             found.append(("", f"{kind} {operation[1]}"))
-    fused = {name for body in computations.values() for kind, name in body if kind}
+    called = {name for body in computations.values() for kind, name in body if kind}
 
     def names(body: list[tuple[str, str]]) -> list[str]:
         return [one for kind, name in body for one in (names(computations[name]) if kind else [name])]
 
-    return [one for name, body in computations.items() if name not in fused for one in names(body)]
+    return [one for name, body in computations.items() if name not in called for one in names(body)]
 
 
 def main() -> None:
@@ -140,8 +156,8 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
     d, rows = shape[0], shape[1] // shards
     program = {"mode": mode, "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
     [found] = compile_all([program], kept)
-    arrays: Any = [jax.ShapeDtypeStruct(size, dtype_of(mode)) for size in ((n, d), (rows, d)[:: 1 - 2 * vocab_axis])]
-    plan = explain(*arrays, vocab_axis=vocab_axis, device="h200", vocab_axis_name="vocab").plan
+    options: dict[str, Any] = {"vocab_axis": vocab_axis, "device": "h200", "vocab_axis_name": "vocab"}
+    plan = explain(*arrays_of(mode, n, d, rows, vocab_axis), **options, **precision_of(mode)).plan
     assert plan.path == "scaled_exp"
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET
     names = found["operations"]
@@ -181,6 +197,9 @@ def check(mode: str, shards: int, n: int, shape: tuple[int, int], vocab_axis: in
         ("tokens", 2, 16384, QWEN, 0),
         ("tokens smoothing", 8, 32768, LLAMA, 0),
         ("tokens float16", 8, 32768, LLAMA, 0),
+        ("tokens split", 8, 65536, LLAMA, 0),
+        ("tokens split", 2, 16384, GEMMA, 1),
+        ("tokens rounded", 8, 32768, LLAMA, 0),
     ],
 )
 def test_tokens_are_gathered_beside_the_chunk_before(
@@ -226,6 +245,7 @@ def test_tokens_are_gathered_beside_the_chunk_before(
         ("head", 2, 16384, GEMMA, 1),
         ("head float16", 2, 16384, QWEN, 0),
         ("head smoothing", 2, 16384, LLAMA, 0),
+        ("head split", 2, 16384, LLAMA, 0),
     ],
 )
 def test_the_gradient_of_a_gathered_head_is_sent_in_parts(
@@ -236,7 +256,8 @@ def test_the_gradient_of_a_gathered_head_is_sent_in_parts(
     (d, v), hidden = shape, shape[0]
     program = {"mode": mode, "shards": shards, "n": n, "d": d, "v": v // shards, "vocab_axis": vocab_axis}
     [found] = compile_all([program], tmp_path)
-    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + 1.02 * (6 + 4 / shards) * hidden * v
+    head = jnp.dtype(head_dtype_of(mode)).itemsize * hidden * v
+    assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + 1.02 * (head + (4 + 4 / shards) * hidden * v)
     names = found["operations"]
     begun = [index for index, name in enumerate(names) if name.startswith("reduce-scatter-start")]
     assert not [name for name in names if name.startswith("reduce-scatter ")]
@@ -271,9 +292,8 @@ def test_what_shards_save(
     d, rows = shape[0], shape[1] // shards
     program = {"mode": mode, "shards": shards, "n": n, "d": d, "v": rows, "vocab_axis": vocab_axis}
     [found] = compile_all([program], tmp_path)
-    arrays: Any = [jax.ShapeDtypeStruct(size, dtype_of(mode)) for size in ((n, d), (rows, d)[:: 1 - 2 * vocab_axis])]
     options: dict[str, Any] = {"vocab_axis": vocab_axis, "device": "h200", "vocab_axis_name": "vocab"}
-    plan = explain(*arrays, **options, reduction="none", saved_budget=2**34).plan
+    plan = explain(*arrays_of(mode, n, d, rows, vocab_axis), **options, reduction="none", saved_budget=2**34).plan
     assert plan.saved is not None
     assert plan.saved.rows == n
     assert found["temporaries"] <= DEFAULT_MEMORY_BUDGET + plan.saved.bytes
@@ -318,6 +338,12 @@ def test_what_shards_save(
         ("smoothing padded", 8, 8192, GEMMA, 1),
         ("token_stats", 2, 8192, QWEN, 0),
         ("log_probs", 8, 8192, LLAMA, 0),
+        ("split", 8, 8192, LLAMA, 0),
+        ("split", 2, 8192, QWEN, 0),
+        ("split", 8, 131072, LLAMA, 0),
+        ("split padded", 8, 8192, GEMMA, 1),
+        ("rounded", 2, 8192, LLAMA, 0),
+        ("rounded padded", 8, 8192, GEMMA, 1),
     ],
 )
 def test_what_shards_exchange_and_hold(

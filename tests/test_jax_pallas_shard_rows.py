@@ -130,7 +130,38 @@ CASES += tuple(
 # Of 640 rows 512 are saved: the exponentials of a device's 128 classes, and d_input.
 PART: dict[str, Any] = {"lead": (640,), "saved_budget": 4096 + 512 * (32 + 2 * (32 + 128))}
 CASES += (Case(name="saved, part", **WEIGHTED | PART, spec=LossSpec("none")),)
-QUICK = ("class weights", "token loss", "padded", "float16, padded", "bits", "invariant", "confident", "errors")
+# A float32 head that is split, or rounded.
+IN_FLOAT32 = ("mean", "token loss", "softcap, none", "far logits", "no token", "frozen head", "padded")
+IN_FLOAT32 += ("padded, softcap", "padded, log-probabilities", "smoothing", "smoothing, padded", "out of range")
+
+
+ROUNDED = ("softcap, none", "far logits", "token loss", "padded", "padded, log-probabilities", "smoothing, padded")
+
+
+def float32_heads(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Returns the cases of IN_FLOAT32 with a float32 head that is split, and those of ROUNDED with one that is not."""
+    found = [replace(case, head_dtype="float32") for case in cases if case.name in {*IN_FLOAT32, *ROUNDED}]
+    split = (
+        replace(case, name=f"split head, {case.name}", spec=replace(case.spec, head_precision="float32"))
+        for case in found
+        if case.name in IN_FLOAT32
+    )
+    rounded = (replace(case, name=f"rounded head, {case.name}") for case in found if case.name in ROUNDED)
+    return (*split, *rounded)
+
+
+CASES += float32_heads(CASES)
+QUICK = (
+    "class weights",
+    "token loss",
+    "padded",
+    "split head, padded",
+    "float16, padded",
+    "bits",
+    "invariant",
+    "confident",
+    "errors",
+)
 QUICK += ("float16, saved", "saved, exchange", "float16, saved, confident")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
@@ -177,19 +208,24 @@ TOKEN_CASES += (
     Case(name="float16, padded", **OF_SAMPLE, has_class_weight=True, spec=LossSpec(vocab_size=401)),
     Case(name="float16, padded, none", **OF_SAMPLE, spec=LossSpec("none", vocab_size=401), upstream="random"),
 )
-QUICK_TOKENS = ("tokens, token loss", "tokens, smoothing", "tokens, exchange", "tokens, small probabilities")
+TOKEN_CASES += float32_heads(TOKEN_CASES)
+QUICK_TOKENS = (
+    "tokens, token loss",
+    "tokens, split head, mean",
+    "tokens, smoothing",
+    "tokens, exchange",
+    "tokens, small probabilities",
+)
 EVERY_DAY = {*QUICK, *QUICK_TOKENS, "head, parts", "head, two chunks"}
 
 
 def budget_of(case: Case) -> int:
     """Returns a memory budget with which a call has three chunks of rows."""
-    w = (case.vocab // SHARDS, case.hidden)
-    x, head = (
-        jax.ShapeDtypeStruct(shape, case.dtype) for shape in ((case.n, case.hidden), w[:: 1 - 2 * case.vocab_axis])
-    )
-    arrays: Any = x, head
+    w = (case.vocab // SHARDS, case.hidden)[:: 1 - 2 * case.vocab_axis]
+    x = jax.ShapeDtypeStruct((case.n, case.hidden), case.dtype)
+    arrays: Any = x, jax.ShapeDtypeStruct(w, case.weight_dtype)
     options: dict[str, Any] = KERNELS | {"vocab_axis": case.vocab_axis, "softcap": case.spec.softcap}
-    options["label_smoothing"] = case.spec.label_smoothing
+    options |= {"label_smoothing": case.spec.label_smoothing, "head_precision": case.spec.head_precision}
     if case.saved_budget:
         options |= {"reduction": "none", "saved_budget": case.saved_budget}
 
@@ -235,12 +271,11 @@ def budget_of_tokens(case: Case, **axes: int) -> int:
     """Returns a memory budget with which a call has chunks of 48 rows."""
     shards = math.prod(axes.values())
     classes = case.vocab // shards
+    w = (case.hidden, classes) if case.vocab_axis else (classes, case.hidden)
     key = PlanKey(
         stage="loss_and_gradients",
         input=MatrixLayout((case.n, case.hidden), 2, case.dtype),
-        linear_weight=MatrixLayout(
-            (case.hidden, classes) if case.vocab_axis else (classes, case.hidden), 2, case.dtype
-        ),
+        linear_weight=MatrixLayout(w, jnp.dtype(case.weight_dtype).itemsize, case.weight_dtype),
         vocab_axis=case.vocab_axis,
         classes=classes,
         label_smoothing=case.spec.label_smoothing,
@@ -253,6 +288,7 @@ def budget_of_tokens(case: Case, **axes: int) -> int:
         memory_budget=0,
         implementation="pallas_triton",
         device=device_info("pallas_triton", "cpu"),
+        splits_head=case.spec.splits_head,
         shards=shards,
         pads_shards=case.spec.vocab_size is not None,
         token_parts=axes["fsdp"],
@@ -520,7 +556,7 @@ def check_errors() -> None:
 
     none = "the kernels take no shard of the vocabulary \\(vocab_axis_name\\) with "
     refused(none + "float32 input", x.astype(jnp.float32), w.astype(jnp.float32), y)
-    refused(none + "float32 linear_weight", x, w.astype(jnp.float32), y)
+    refused(none + "float32 linear_weight and float16 input", x.astype(jnp.float16), w.astype(jnp.float32), y)
     few = "label_smoothing 0.1 and fewer than 256 classes on a device"
     refused(none + few, x, w, y, label_smoothing=0.1)
     x16, w16, _ = given_arrays(jnp.float16, 512)
@@ -536,6 +572,12 @@ def check_errors() -> None:
     found = explain(*big, **h200)
     assert (found.name, found.plan.path) == ("mosaic", "scaled_exp")
     assert not found.plan.scaled_exp_config.first_rows
+    in_float32 = big[0], big[1].update(dtype=jnp.float32)
+    precision: dict[str, Any] = {"head_precision": "float32"}
+    for options, matmuls in (precision, 5), ({}, 3):
+        found = explain(*in_float32, **h200, **options)
+        assert (found.name, found.plan.path, len(found.plan.matmuls)) == ("mosaic", "scaled_exp", matmuls)
+        assert not found.plan.scaled_exp_config.first_rows
 
 
 CHECKS: dict[str, Callable[[], None]] = {
