@@ -1,8 +1,7 @@
 """Small random models of every causal language model class of transformers, and what patching changes in them."""
 
-import inspect
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from hub_models import import_transformers
 
@@ -11,6 +10,11 @@ VOCABULARY, LENGTH, LARGEST = 61, 9, 20_000_000
 # Values of config fields by name, where a config has the field.
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
+    "unpadded_vocab_size": VOCABULARY - 4,
+    # What is applied to logits
+    **dict.fromkeys(("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap"), 3.0),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "lm_head_multiplier"), 0.5),
+    # Sizes
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "d_embed", "emb_dim"), 32),
     "hidden_size_global": 32,
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dim_ff", "moe_intermediate_size"), 48),
@@ -49,7 +53,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "kimi_linear": {"num_expert_group": 1, "topk_group": 1, "n_group": 1},
+    "kimi_linear": {"num_experts_per_token": 2},
     "dots3_note": {"num_key_value_heads": 4, "per_layer_config": {}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
@@ -113,7 +117,7 @@ def inputs_of(name: str, model: Any) -> dict[str, Any]:
     import torch
 
     torch.manual_seed(1)
-    tokens = torch.randint(3, VOCABULARY, (2, LENGTH))
+    tokens = torch.randint(3, VOCABULARY - 4, (2, LENGTH))
     labels = tokens.clone()
     labels[0, 2:5] = -100
     inputs: dict[str, Any] = {"input_ids": tokens, "labels": labels}
@@ -124,3 +128,44 @@ def inputs_of(name: str, model: Any) -> dict[str, Any]:
         books = model.config.num_codebooks
         inputs = {"input_ids": tokens.repeat(books, 1), "labels": labels[..., None].repeat(1, 1, books)}
     return inputs
+
+
+class Step(NamedTuple):
+    """A training step: its loss, and the gradients by the parameter's name."""
+
+    loss: Any
+    gradients: dict[str, Any]
+
+
+def step(model: Any, inputs: dict[str, Any]) -> Step:
+    import torch
+
+    torch.manual_seed(2)  # some routers and attentions draw random numbers
+    loss = model(**inputs).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Step(loss.detach(), gradients)
+
+
+def difference(found: Step, expected: Step) -> float:
+    """Returns the largest relative difference of the loss and the gradients. Each gradient's is relative to its largest
+    element, or to a hundredth of the model's largest."""
+    assert found.gradients.keys() == expected.gradients.keys()
+    largest = max(gradient.abs().max() for gradient in expected.gradients.values())
+    differences = [(found.loss - expected.loss).abs() / expected.loss.abs()]
+    for name, gradient in expected.gradients.items():
+        scale = gradient.abs().max() + 0.01 * largest
+        differences.append((found.gradients[name] - gradient).abs().max() / scale)
+    return float(max(differences))
+
+
+def fused_options(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the options of each call of `linear_cross_entropy` in a step of a patched model."""
+    from unittest import mock
+
+    from core_triton.hosts import deferred
+
+    with mock.patch.object(deferred, "linear_cross_entropy", wraps=deferred.linear_cross_entropy) as called:
+        step(model, inputs)
+    return [call.kwargs for call in called.call_args_list]

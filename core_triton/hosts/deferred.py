@@ -117,8 +117,8 @@ class DeferredLogits:
                 f"hidden states. {call.how_to_get_logits}"
             )
         raise LogitsError(
-            f"{call.model_name} is not supported by core_triton: it uses {what} of its logits before the loss. "
-            "Supported are casts, a number as factor, tanh, slices, view(-1, vocab_size) and cross_entropy"
+            f"{call.model_name} is not supported by core_triton: it uses {what} of its logits. "
+            "Supported are casts, factors that are numbers, tanh, slices, view(-1, vocab_size) and cross_entropy"
         )
 
     def _with(self, hidden: Tensor | None = None, classes: int | None = None) -> "DeferredLogits":
@@ -200,20 +200,24 @@ class DeferredLogits:
     def __getitem__(self, index: Any) -> "DeferredLogits":
         hidden = self._hidden("a slice")
         parts = list(index) if isinstance(index, tuple) else [index]
-        if not all(part is Ellipsis or isinstance(part, int | slice) for part in parts):
-            self._refuse("an index other than integers and slices")
-        if Ellipsis in parts:
-            place = parts.index(Ellipsis)
-            parts[place : place + 1] = [slice(None)] * (hidden.ndim - len(parts) + 1)
-        if len(parts) < hidden.ndim:
+        for part in parts:
+            if not (part is Ellipsis or isinstance(part, int | slice | Tensor)):
+                self._refuse(f"an index of type {type(part).__name__}")
+        # A mask is an index of all its axes.
+        axes = [part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts]
+        place = next((place for place, part in enumerate(parts) if part is Ellipsis), None)
+        if place is not None:
+            axes[place] = hidden.ndim - sum(axes) + 1
+            parts[place : place + 1] = [slice(None)] * axes[place]
+        if sum(axes) < hidden.ndim:
             return self._with(hidden[tuple(parts)])
-        *tokens, of_classes = parts
+        *of_tokens, of_classes = parts
         if not isinstance(of_classes, slice):
-            self._refuse("an index of a class")
+            self._refuse("an index of its classes")
         start, stop, step = of_classes.indices(self._classes)
         if start != 0 or step != 1 or stop < 1:
-            self._refuse(f"classes {start}:{stop}:{step}")
-        return self._with(None if tokens == [slice(None)] * len(tokens) else hidden[tuple(tokens)], stop)
+            self._refuse(f"the classes {start}:{stop}:{step}")
+        return self._with(hidden[tuple(of_tokens)] if of_tokens else None, stop)
 
     def view(self, *shape: Any) -> "DeferredLogits":
         hidden = self._hidden("view")
