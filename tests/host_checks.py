@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -52,7 +53,7 @@ def with_fsdp2(model: Any, ranks: int, *, head: bool = True) -> Any:
 def check_hosts_transformers(rank: int, ranks: int, wrap: Callable[..., Any], *, tied: bool, first: bool) -> None:
     """Two steps of a patched and wrapped model have the losses and the gradients of a model without both, with the
     ranks' gradients averaged."""
-    from core_triton.hosts.transformers import patch
+    from core_triton.hosts.transformers import patch, unpatch
 
     plain, model = model_of(tied), model_of(tied)
     count = sum((data(other)["labels"][:, 1:] != -100).sum() for other in range(ranks))
@@ -80,6 +81,12 @@ def check_hosts_transformers(rank: int, ranks: int, wrap: Callable[..., Any], *,
             whole = got.full_tensor() if hasattr(got, "full_tensor") else got
             torch.testing.assert_close(whole, gradient / ranks, msg=lambda text, name=name: f"{name}: {text}")
     assert gathers == ["head"] * 2  # hooks of the head run once a step
+    if first and wrapped is model:
+        with pytest.raises(RuntimeError, match="was sharded after patch"):
+            unpatch(model)
+    else:
+        unpatch(model)
+        assert wrapped(**data(rank)).logits.shape == (2, 12, SIZES["vocab_size"])
 
 
 HOST_CHECKS: dict[str, Callable[[int, int], None]] = {

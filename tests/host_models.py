@@ -22,7 +22,9 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "index_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16
+    ),
     **dict.fromkeys(("hidden_size_per_layer_input", "mamba_d_state", "state_size", "ssm_state_size"), 8),
     **dict.fromkeys(("vocab_size_per_layer_input",), VOCABULARY),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
@@ -168,4 +170,4 @@ def fused_options(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
 
     with mock.patch.object(deferred, "linear_cross_entropy", wraps=deferred.linear_cross_entropy) as called:
         step(model, inputs)
-    return [call.kwargs for call in called.call_args_list]
+    return [dict(call.kwargs) for call in called.call_args_list]

@@ -69,9 +69,7 @@ def reason(name: str, error: Exception) -> str:
 def page() -> str:
     rows = [row(name) for name in architectures()]
     supported = sum("| supported |" in line for line in rows)
-    head = HEAD.format(
-        version=version("transformers"), tolerance=TOLERANCE, supported=supported, total=len(rows)
-    )
+    head = HEAD.format(version=version("transformers"), tolerance=TOLERANCE, supported=supported, total=len(rows))
     return head + "\n".join(rows) + "\n"
 
 

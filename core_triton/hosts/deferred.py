@@ -7,6 +7,7 @@ as those of FSDP2 and ZeRO-3 that gather its weight, therefore run once, around 
 raises `LogitsError`.
 """
 
+import builtins
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -85,6 +86,13 @@ class FusedHead(nn.Linear):
                 "the head's weight is a DTensor in its forward call: tensor parallelism of the head is not supported"
             )
         return linear_cross_entropy(input, self.weight, loss.target, linear_bias=self.bias, **loss.options)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def method(self: "DeferredLogits", *args: Any) -> NoReturn:
+        self._refuse(name)
+
+    return method
 
 
 class DeferredLogits:
@@ -243,7 +251,7 @@ class DeferredLogits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: builtins.float = 0.0,
     ) -> Tensor:
         hidden = self._hidden("cross_entropy")
         if hidden.ndim != 2:
@@ -297,12 +305,6 @@ class DeferredLogits:
 
     def __repr__(self) -> str:
         return f"DeferredLogits(of {self._source.call.model_name}, not computed)"
-
-    def _refused(name: str) -> Callable[..., Any]:  # noqa: N805
-        def method(self: "DeferredLogits", *args: Any) -> Any:
-            self._refuse(name)
-
-        return method
 
     # Python looks these up on the class, not by __getattr__
     __add__ = __radd__ = __iadd__ = _refused("+")

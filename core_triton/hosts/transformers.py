@@ -9,9 +9,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
-from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch import nn
@@ -33,8 +32,19 @@ HOW_TO_GET_LOGITS = (
 )
 
 _fused_heads: WeakSet[FusedHead] = WeakSet()
-_classes: dict[type, Callable[..., Any] | None] = {}  # patched in place, with what their `forward` attribute was
+_classes: dict[type, "_ClassPatch"] = {}  # patched in place
 _of_all: dict[str, Any] = {}  # of `patch()`: its options and PreTrainedModel.post_init
+
+
+class _Switch:
+    """Whether a patch is on. Others may keep its forward method after unpatch, such as accelerate's autocast."""
+
+    on = True
+
+
+class _ClassPatch(NamedTuple):
+    switch: _Switch
+    forward: Callable[..., Any] | None  # the attribute of the class before, None if it had none
 
 
 class Patch:
@@ -115,13 +125,14 @@ def unpatch(model_or_class: Any = None) -> None:
         _unpatch_class(model_or_class)
     else:
         model = _base_model(model_or_class)
-        cls = type(model)
+        cls: Any = type(model)
         if "unpatched" not in vars(cls):
             raise RuntimeError(
                 f"{cls.__name__} was sharded after patch, and cannot be unpatched"
                 if hasattr(cls, "unpatched")
                 else f"this {cls.__name__} is not patched"
             )
+        cls.switch.on = False
         model.__class__ = cls.unpatched
         for module in model.modules():
             if isinstance(module, FusedHead):
@@ -129,10 +140,7 @@ def unpatch(model_or_class: Any = None) -> None:
 
 
 def _check_version() -> None:
-    try:
-        found = version("transformers")
-    except PackageNotFoundError:
-        found = transformers.__version__
+    found = transformers.__version__
     if found.split(".")[:2] not in [tested.split(".") for tested in TESTED_VERSIONS]:
         raise RuntimeError(
             f"core_triton.hosts.transformers was tested with transformers {', '.join(TESTED_VERSIONS)}, found {found}"
@@ -161,23 +169,26 @@ def _patch_model(model: PreTrainedModel, options: dict[str, Any]) -> None:
             f"the forward method of this {cls.__name__} was replaced, by accelerate or by another patch: patch the "
             "model before that"
         )
-    forward = _fused_forward(cls, options)
+    switch = _Switch()
+    forward = _fused_forward(cls, options, switch)
     _fused_head(model)
     # Names of classes decide what transformers does, so this class has the name of the original.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    model.__class__ = type(cls.__name__, (cls,), {**names, "forward": forward, "unpatched": cls})
+    model.__class__ = type(cls.__name__, (cls,), {**names, "forward": forward, "unpatched": cls, "switch": switch})
 
 
 def _patch_class(cls: type[PreTrainedModel], options: dict[str, Any]) -> None:
     if _is_patched(cls):
         raise RuntimeError(f"{cls.__name__} is patched already")
-    forward = _fused_forward(cls, options)
-    _classes[cls] = vars(cls).get("forward")
+    switch = _Switch()
+    forward = _fused_forward(cls, options, switch)
+    _classes[cls] = _ClassPatch(switch, vars(cls).get("forward"))
     cls.forward = forward
 
 
 def _unpatch_class(cls: type) -> None:
-    forward = _classes.pop(cls)
+    switch, forward = _classes.pop(cls)
+    switch.on = False
     if forward is None:
         del cls.forward
     else:
@@ -199,20 +210,18 @@ def _patch_all(options: dict[str, Any]) -> None:
     classes: list[type] = []
 
     def patch_once(cls: type[PreTrainedModel]) -> None:
-        if not _is_patched(cls):
+        if cls.__name__ in CAUSAL_LANGUAGE_MODELS and _place_of_labels(cls) is not None and not _is_patched(cls):
             _patch_class(cls, options)
             classes.append(cls)
 
     @wraps(post_init)
     def patch_at_end(self: PreTrainedModel) -> None:
         post_init(self)
-        if type(self).__name__ in CAUSAL_LANGUAGE_MODELS:
-            patch_once(type(self))
+        patch_once(type(self))
 
     _of_all.update(post_init=post_init, classes=classes)
     for cls in list(_subclasses(PreTrainedModel)):
-        if cls.__name__ in CAUSAL_LANGUAGE_MODELS and cls.__module__.startswith("transformers.") and "forward" in vars(cls):
-            patch_once(cls)
+        patch_once(cls)
     PreTrainedModel.post_init = patch_at_end
 
 
@@ -229,18 +238,23 @@ CAUSAL_LANGUAGE_MODELS = {
 }
 
 
-def _fused_forward(cls: type, options: dict[str, Any]) -> Callable[..., Any]:
+def _place_of_labels(cls: type) -> int | None:
+    """Returns the place of labels among the arguments of the forward method after self."""
+    names = list(inspect.signature(cls.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return names.index("labels") - 1 if "labels" in names else None
+
+
+def _fused_forward(cls: type, options: dict[str, Any], switch: _Switch) -> Callable[..., Any]:
     """Returns the forward method of a class in which losses of training are computed in the head."""
     forward: Callable[..., Any] = cls.forward  # pyright: ignore[reportAttributeAccessIssue]
-    names = list(inspect.signature(forward).parameters)
-    if "labels" not in names:
+    place = _place_of_labels(cls)
+    if place is None:
         raise ValueError(f"{cls.__name__} is not supported: its forward method has no argument labels")
-    place = names.index("labels") - 1  # of the arguments after self
 
     @wraps(forward)
     def fused(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or not self.training:
+        if labels is None or not self.training or not switch.on:
             return forward(self, *args, **kwargs)
         head = _fused_head(self)
         if head.forward_call is not None:  # a subclass calls the forward method of its base
@@ -267,7 +281,7 @@ def _fused_head(model: PreTrainedModel) -> FusedHead:
     name = type(model).__name__
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError(f"{name} is not supported: its head is sharded by tensor parallelism")
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):  # peft trains a copy of the head
         saved = not head.disable_adapters and head.active_adapters
         head = head.modules_to_save[head.active_adapters[0]] if saved else head.original_module
@@ -291,12 +305,13 @@ def _fused_head(model: PreTrainedModel) -> FusedHead:
     return head
 
 
-def _restore_head(head: FusedHead) -> None:
-    if type(head) is FusedHead:
+def _restore_head(head: Any) -> None:
+    cls: Any = type(head)
+    if cls is FusedHead:
         head.__class__ = nn.Linear
-    elif type(head).__bases__[0] is FusedHead:
-        head.__class__ = type(head).__bases__[1]
+    elif cls.__bases__[0] is FusedHead:
+        head.__class__ = cls.__bases__[1]
     else:
         return  # fully_shard got it after patch: without a call of a patched model, it is nn.Linear
     _fused_heads.discard(head)
-    vars(head).pop("forward_call", None)
+    del head.forward_call
