@@ -260,6 +260,18 @@ def test_a_patched_class_patches_its_models(llama: Any) -> None:
             patch(llama)
     assert type(llama).forward is forward
     assert attributes(llama) == before
+    with patch(llama), patch(type(model)):  # undoing the one leaves the other
+        step(llama, inputs)
+        unpatch(type(model))
+        assert isinstance(llama.lm_head, FusedHead)
+        patch(type(model))
+
+
+def test_a_forward_method_that_is_kept_after_unpatch_is_that_of_the_model(llama: Any) -> None:
+    patch(llama)
+    kept = llama.forward
+    unpatch(llama)
+    assert kept(input_ids=tokens(), labels=tokens()).logits.shape == (2, 9, VOCABULARY)
 
 
 def test_patch_without_a_model_patches_all_classes() -> None:
@@ -268,6 +280,7 @@ def test_patch_without_a_model_patches_all_classes() -> None:
     with patch():
         assert transformers.LlamaForCausalLM.forward is not before
         _ = transformers.Gemma4AssistantForCausalLM  # its forward method has no labels
+        assert make("Gemma4ForCausalLM").lm_head.__class__ is torch.nn.Linear  # before its first step
         for name in (LLAMA, "ArceeForCausalLM"):
             model = make(name)
             with pytest.raises(LogitsError):
@@ -277,6 +290,21 @@ def test_patch_without_a_model_patches_all_classes() -> None:
     assert transformers.LlamaForCausalLM.forward is before
     with pytest.raises(RuntimeError, match=r"unpatch\(\) needs patch\(\)"):
         unpatch()
+
+
+def test_a_subclass_with_another_forward_method_is_patched_too() -> None:
+    transformers = import_transformers()
+
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):  # the name is in the mapping
+        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+            return super().forward(input_ids=input_ids, labels=labels)
+
+    with patch():
+        model = LlamaForCausalLM(make(LLAMA).config)
+        found = step(model, {"input_ids": tokens(), "labels": tokens()})
+        assert hasattr(LlamaForCausalLM.forward, "installed")
+    assert not hasattr(LlamaForCausalLM.forward, "installed")
+    assert difference(found, step(model, {"input_ids": tokens(), "labels": tokens()})) <= TOLERANCE
 
 
 def test_what_is_refused_before_a_step(llama: Any) -> None:

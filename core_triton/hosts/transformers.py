@@ -31,19 +31,26 @@ HOW_TO_GET_LOGITS = (
     "core_triton.hosts.transformers.unpatch or the end of `with patch(...):`"
 )
 
-_fused_heads: WeakSet[FusedHead] = WeakSet()
 _classes: dict[type, "_ClassPatch"] = {}  # patched in place
 _of_all: dict[str, Any] = {}  # of `patch()`: its options and PreTrainedModel.post_init
 
 
-class _Switch:
-    """Whether a patch is on. Others may keep its forward method after unpatch, such as accelerate's autocast."""
+class _Installed:
+    """A patch of a model or a class. It can be turned off, because others may keep its forward method after unpatch,
+    such as accelerate's autocast."""
 
-    on = True
+    def __init__(self) -> None:
+        self.on = True
+        self.heads: WeakSet[FusedHead] = WeakSet()  # that it changed
+
+    def remove(self) -> None:
+        self.on = False
+        for head in self.heads:
+            _restore_head(head)
 
 
 class _ClassPatch(NamedTuple):
-    switch: _Switch
+    installed: _Installed
     forward: Callable[..., Any] | None  # the attribute of the class before, None if it had none
 
 
@@ -132,9 +139,9 @@ def unpatch(model_or_class: Any = None) -> None:
                 if hasattr(cls, "unpatched")
                 else f"this {cls.__name__} is not patched"
             )
-        cls.switch.on = False
+        cls.installed.remove()
         model.__class__ = cls.unpatched
-        for module in model.modules():
+        for module in model.modules():  # copies of the head, such as those of peft
             if isinstance(module, FusedHead):
                 _restore_head(module)
 
@@ -162,44 +169,43 @@ def _base_model(model: Any) -> PreTrainedModel:
 
 def _patch_model(model: PreTrainedModel, options: dict[str, Any]) -> None:
     cls = type(model)
-    if hasattr(cls, "unpatched") or _is_patched(cls):
+    if _is_patched(cls):
         raise RuntimeError(f"{cls.__name__} is patched already")
     if "forward" in vars(model):
         raise ValueError(
             f"the forward method of this {cls.__name__} was replaced, by accelerate or by another patch: patch the "
             "model before that"
         )
-    switch = _Switch()
-    forward = _fused_forward(cls, options, switch)
-    _fused_head(model)
+    installed = _Installed()
+    forward = _fused_forward(cls, options, installed)
+    _fused_head(model, installed)
     # Names of classes decide what transformers does, so this class has the name of the original.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    model.__class__ = type(cls.__name__, (cls,), {**names, "forward": forward, "unpatched": cls, "switch": switch})
+    model.__class__ = type(
+        cls.__name__, (cls,), {**names, "forward": forward, "unpatched": cls, "installed": installed}
+    )
 
 
 def _patch_class(cls: type[PreTrainedModel], options: dict[str, Any]) -> None:
     if _is_patched(cls):
         raise RuntimeError(f"{cls.__name__} is patched already")
-    switch = _Switch()
-    forward = _fused_forward(cls, options, switch)
-    _classes[cls] = _ClassPatch(switch, vars(cls).get("forward"))
+    installed = _Installed()
+    forward = _fused_forward(cls, options, installed)
+    _classes[cls] = _ClassPatch(installed, vars(cls).get("forward"))
     cls.forward = forward
 
 
 def _unpatch_class(cls: type) -> None:
-    switch, forward = _classes.pop(cls)
-    switch.on = False
+    installed, forward = _classes.pop(cls)
+    installed.remove()
     if forward is None:
         del cls.forward
     else:
         cls.forward = forward
-    if not _classes:
-        for head in list(_fused_heads):
-            _restore_head(head)
 
 
 def _is_patched(cls: type) -> bool:
-    return any(base in _classes for base in cls.__mro__)
+    return hasattr(cls.forward, "installed")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _patch_all(options: dict[str, Any]) -> None:
@@ -244,7 +250,7 @@ def _place_of_labels(cls: type) -> int | None:
     return names.index("labels") - 1 if "labels" in names else None
 
 
-def _fused_forward(cls: type, options: dict[str, Any], switch: _Switch) -> Callable[..., Any]:
+def _fused_forward(cls: type, options: dict[str, Any], installed: _Installed) -> Callable[..., Any]:
     """Returns the forward method of a class in which losses of training are computed in the head."""
     forward: Callable[..., Any] = cls.forward  # pyright: ignore[reportAttributeAccessIssue]
     place = _place_of_labels(cls)
@@ -254,9 +260,9 @@ def _fused_forward(cls: type, options: dict[str, Any], switch: _Switch) -> Calla
     @wraps(forward)
     def fused(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or not self.training or not switch.on:
+        if labels is None or not self.training or not installed.on:
             return forward(self, *args, **kwargs)
-        head = _fused_head(self)
+        head = _fused_head(self, installed)
         if head.forward_call is not None:  # a subclass calls the forward method of its base
             return forward(self, *args, **kwargs)
         call = ForwardCall(type(self).__name__, options, HOW_TO_GET_LOGITS)
@@ -273,10 +279,11 @@ def _fused_forward(cls: type, options: dict[str, Any], switch: _Switch) -> Calla
             )
         return output
 
+    fused.installed = installed  # pyright: ignore[reportFunctionMemberAccess]
     return fused
 
 
-def _fused_head(model: PreTrainedModel) -> FusedHead:
+def _fused_head(model: PreTrainedModel, installed: _Installed) -> FusedHead:
     """Returns the head of a model, which becomes a FusedHead if it is not one yet."""
     name = type(model).__name__
     if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -301,7 +308,7 @@ def _fused_head(model: PreTrainedModel) -> FusedHead:
     head.__class__ = FusedHead if cls is nn.Linear else type(f"Fused{cls.__name__}", (FusedHead, cls), {})
     assert isinstance(head, FusedHead)
     head.forward_call = None
-    _fused_heads.add(head)
+    installed.heads.add(head)
     return head
 
 
@@ -313,5 +320,4 @@ def _restore_head(head: Any) -> None:
         head.__class__ = cls.__bases__[1]
     else:
         return  # fully_shard got it after patch: without a call of a patched model, it is nn.Linear
-    _fused_heads.discard(head)
     del head.forward_call
