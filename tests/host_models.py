@@ -132,6 +132,22 @@ def inputs_of(name: str, model: Any) -> dict[str, Any]:
     return inputs
 
 
+def adapter() -> Any:
+    """Imports the adapter, and with it transformers, which takes seconds."""
+    import_transformers()
+    from core_triton.hosts import transformers
+
+    return transformers
+
+
+def patch(*args: Any, **options: Any) -> Any:
+    return adapter().patch(*args, **options)
+
+
+def unpatch(*args: Any) -> None:
+    adapter().unpatch(*args)
+
+
 class Step(NamedTuple):
     """A training step: its loss, and the gradients by the parameter's name."""
 

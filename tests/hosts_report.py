@@ -11,9 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from host_models import architectures, difference, fused_options, inputs_of, make, step
-
-from core_triton.hosts.transformers import patch, unpatch
+from host_models import architectures, difference, fused_options, inputs_of, make, patch, step, unpatch
+from hub_models import import_transformers
 
 PAGE = Path(__file__).parent.parent / "docs" / "hosts-transformers.md"
 TOLERANCE = 1e-5
@@ -34,11 +33,9 @@ the small model. {supported} of {total} classes are supported.
 
 def row(name: str) -> str:
     """Returns a class's line of the table."""
-    import transformers
-
     if name in NOT_RUN:
         return f"| {name} | not run: {NOT_RUN[name]} | |"
-    model_class = getattr(transformers, name)
+    model_class = getattr(import_transformers(), name)
     try:
         patch(model_class)
     except ValueError as error:

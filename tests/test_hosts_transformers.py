@@ -11,14 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from host_checks import HOST_CHECKS
-from host_models import VOCABULARY, difference, fused_options, inputs_of, make, step
+from host_models import VOCABULARY, adapter, difference, fused_options, inputs_of, make, patch, step, unpatch
 from hosts_report import PAGE, TOLERANCE, page, row
 from hub_models import import_transformers
 from programs import Printed, python
 
-from core_triton.hosts import transformers as hosts
 from core_triton.hosts.deferred import FusedHead, LogitsError
-from core_triton.hosts.transformers import patch, unpatch
 
 LLAMA, GEMMA2, GRANITE = "LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"
 # Heads with a bias, in a module of the model's head, tied or not, with a factor, a soft cap or a slice of the classes,
@@ -45,7 +43,7 @@ def nothing_stays_patched() -> Iterator[None]:
     post_init = transformers.PreTrainedModel.post_init
     yield
     assert transformers.PreTrainedModel.post_init is post_init
-    assert not hosts._classes
+    assert not adapter()._classes
 
 
 @pytest.fixture
@@ -401,7 +399,7 @@ def test_a_custom_loss_function_of_supported_operations(llama: Any) -> None:
 
 def test_another_version_of_transformers_is_refused(llama: Any) -> None:
     with (
-        mock.patch.object(hosts.transformers, "__version__", "5.2.0"),
+        mock.patch.object(adapter().transformers, "__version__", "5.2.0"),
         pytest.raises(
             RuntimeError, match=r"^core_triton.hosts.transformers was tested with transformers 5\.23, found 5\.2\.0$"
         ),

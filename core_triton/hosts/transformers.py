@@ -279,7 +279,7 @@ def _fused_forward(cls: type, options: dict[str, Any], installed: _Installed) ->
             )
         return output
 
-    fused.installed = installed  # pyright: ignore[reportFunctionMemberAccess]
+    vars(fused)["installed"] = installed  # `_is_patched` looks for it
     return fused
 
 
