@@ -103,7 +103,7 @@ def make(name: str, **fields: Any) -> Any:
 
     transformers = import_transformers()
     model_class = getattr(transformers, name)
-    config = small_config(model_class.config_class, architectures()[name])
+    config = small_config(model_class.config_class, architectures().get(name, model_class.config_class.model_type))
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(config).parameters())
     if size > LARGEST:

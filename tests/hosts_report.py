@@ -54,7 +54,7 @@ def row(name: str) -> str:
     for call in fused_options(model, inputs):
         options |= call
     names = [option for option in ("logit_scale", "softcap", "vocab_size") if options[option] not in (None, 1.0)]
-    return f"| {name} | supported | {', '.join(f'`{option}`' for option in names)} |"
+    return f"| {name} | supported | {', '.join(f'`{option}`' for option in names)} |".replace("|  |", "| |")
 
 
 def reason(name: str, error: Exception) -> str:

@@ -20,7 +20,7 @@ from core_triton.hosts.deferred import FusedHead, LogitsError
 
 LLAMA, GEMMA2, GRANITE = "LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"
 # Heads with a bias, in a module of the model's head, tied or not, with a factor, a soft cap or a slice of the classes,
-# losses by loss_function and by torch.nn.CrossEntropyLoss.
+# losses by loss_function and by torch.nn.CrossEntropyLoss, and models with images, with text.
 QUICK = (
     *(LLAMA, "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
     *("GemmaForCausalLM", GEMMA2, "Gemma3ForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM", "Olmo2ForCausalLM"),
@@ -338,6 +338,11 @@ def test_what_is_refused_in_a_step(llama: Any) -> None:
     patch(model)
     with pytest.raises(LogitsError, match="ProphetNetForCausalLM is not supported by core_triton: it uses transpose"):
         step(model, inputs_of("ProphetNetForCausalLM", model))
+    model = make("BambaForCausalLM")
+    model.z_loss_coefficient = 0.1
+    patch(model)
+    with pytest.raises(LogitsError, match="BambaForCausalLM is not supported by core_triton: it uses logsumexp"):
+        step(model, inputs_of("BambaForCausalLM", model))
     patch(llama)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has 8 rows of logits and 18 labels.*logits_to_keep"):
         llama(input_ids=tokens(), labels=tokens(), logits_to_keep=4)
@@ -487,7 +492,7 @@ def test_trainer_takes_the_same_steps(more: dict[str, Any], tmp_path: Path) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [LLAMA, GEMMA2, GRANITE])
 def test_kernels_on_a_gpu(name: str) -> None:
-    model = make(name).to("cuda", torch.bfloat16)
+    model = make(name, tie_word_embeddings=False).to("cuda", torch.bfloat16)
     inputs = {key: value.cuda() for key, value in inputs_of(name, model).items()}
     expected = step(model.float(), inputs)
     patch(model.bfloat16(), implementation="triton")

@@ -96,13 +96,14 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 class DeferredLogits:
-    """Logits that are not computed: `cap(scale * head(hidden))[..., :classes]`, cap(t) = softcap * tanh(t / softcap).
+    """Logits that are not computed: `(scale * head(hidden))[..., :classes]`, or with a soft cap
+    `(softcap * tanh(scale * head(hidden)))[..., :classes]`.
 
     Args:
         source: the hidden states, (..., D), and the head.
-        classes: the first classes of the head, of which the logits are.
-        scale: the factor on the head's output. With `softcap`, the factor inside tanh.
-        softcap: the factor on tanh.
+        classes: the number of classes, the first of the head.
+        scale: the factor on what the head returns.
+        softcap: the factor on tanh, None without tanh.
     """
 
     def __init__(self, source: Source, classes: int, scale: float = 1.0, softcap: float | None = None) -> None:
@@ -272,7 +273,7 @@ class DeferredLogits:
             "reduction": reduction,
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
-            # tanh(scale * t) * softcap, as linear_cross_entropy writes it
+            # softcap * tanh(scale * t) = softcap * tanh(logit_scale * t / softcap)
             "logit_scale": self._scale if softcap is None else self._scale * softcap,
             "softcap": softcap,
             "vocab_size": None if self._classes == head.out_features else self._classes,
