@@ -78,9 +78,9 @@ def small_values(fields: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def small_config(config_class: Any, model_type: str) -> Any:
+def small_config(config_class: Any, model_type: str | None) -> Any:
     """Returns a config of a class with small values and without dropout."""
-    config = config_class(**{**small_values(config_class().to_dict()), **FIELDS.get(model_type, {})})
+    config = config_class(**{**small_values(config_class().to_dict()), **FIELDS.get(model_type or "", {})})
     config.use_cache = False
     return config
 

@@ -346,6 +346,11 @@ def test_what_is_refused_in_a_step(llama: Any) -> None:
     patch(llama)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has 8 rows of logits and 18 labels.*logits_to_keep"):
         llama(input_ids=tokens(), labels=tokens(), logits_to_keep=4)
+    with (
+        mock.patch("core_triton.hosts.deferred.is_dtensor", return_value=True),
+        pytest.raises(ValueError, match="tensor parallelism of the head is not supported"),
+    ):
+        llama(input_ids=tokens(), labels=tokens())
     llama.config.vocab_size = 59
     with pytest.raises(ValueError, match="LlamaForCausalLM has 61 classes in its head, but its loss has vocab_size 59"):
         llama(input_ids=tokens(), labels=tokens())

@@ -32,7 +32,7 @@ HOW_TO_GET_LOGITS = (
 )
 
 _classes: dict[type, "_ClassPatch"] = {}  # patched in place
-_of_all: dict[str, Any] = {}  # of `patch()`: its options and PreTrainedModel.post_init
+_of_all: dict[str, Any] = {}  # of `patch()`: its classes and PreTrainedModel.post_init
 
 
 class _Installed:
@@ -45,7 +45,7 @@ class _Installed:
 
     def remove(self) -> None:
         self.on = False
-        for head in self.heads:
+        for head in list(self.heads):
             _restore_head(head)
 
 
