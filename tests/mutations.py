@@ -1653,10 +1653,31 @@ SCALE_OUT = (
     ),
 )  # fmt: skip
 
+HOSTS = tests("hosts_transformers", "not report")
+HOSTS_TRANSFORMERS = (
+    Mutation("core_triton/hosts/deferred.py", "else self._scale * softcap,", "else self._scale,", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "return self.mul(1.0 / other)", "return self.mul(other)", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", '"ignore_index": ignore_index,', "", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", '"reduction": reduction,', "", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", '"vocab_size": None if', '"vocab_size": None if True or', HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "linear_bias=self.bias, ", "", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if start != 0 or step != 1", "if step != 1", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if sizes[-1] != self._classes:", "if False:", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "source.hidden = None", "pass", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "or not self.training or", "or", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "if call.losses == 0:", "if False:", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "            head.forward_call = None\n", "", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", 'if hasattr(head, "modules_to_save"):', "if False:", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "    installed.heads.add(head)\n", "", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "        self.on = False\n", "", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
+)
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
+    *HOSTS_TRANSFORMERS,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

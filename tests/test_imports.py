@@ -90,7 +90,9 @@ def test_packages_of_flax_models_import_one_way() -> None:
 # Modules that a program imports in order, and modules that must not be loaded afterwards.
 IMPORTED = {
     # Loading torch._dynamo takes two seconds, and only torch.compile needs it.
-    "core_triton": [("core_triton", JAX | {"jax_pallas", "flax_models", "torch._dynamo"})],
+    "core_triton": [
+        ("core_triton, core_triton.hosts", JAX | {"jax_pallas", "flax_models", "torch._dynamo", "transformers"})
+    ],
     "jax": [
         (
             "linear_ce.spec, linear_ce.reference, linear_ce.chunking, "

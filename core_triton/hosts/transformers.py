@@ -1,0 +1,323 @@
+"""The fused loss in causal language models of transformers: `patch(model)`.
+
+While a patched model is in training mode and gets labels, its head (`get_output_embeddings()`) returns a stand-in for
+the logits. The model applies its factor or soft cap to the stand-in, and its loss function computes the loss from it
+(`deferred.py`). This needs no list of models. Without labels or in evaluation mode a patched model is unchanged.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import TracebackType
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from torch import nn
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError("core_triton.hosts.transformers needs transformers: pip install transformers") from error
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from core_triton.hosts.deferred import ForwardCall, FusedHead
+
+TESTED_VERSIONS = ("5.23",)
+OPTIONS = ("implementation", "memory_budget", "head_precision", "batch_invariant")
+HOW_TO_GET_LOGITS = (
+    "To get logits, call the model without labels, or in evaluation mode (model.eval()), or after "
+    "core_triton.hosts.transformers.unpatch or the end of `with patch(...):`"
+)
+
+_classes: dict[type, "_ClassPatch"] = {}  # patched in place
+_of_all: dict[str, Any] = {}  # of `patch()`: its classes and PreTrainedModel.post_init
+
+
+class _Installed:
+    """A patch of a model or a class. It can be turned off, because others may keep its forward method after unpatch,
+    such as accelerate's autocast."""
+
+    def __init__(self) -> None:
+        self.on = True
+        self.heads: WeakSet[FusedHead] = WeakSet()  # that it changed
+
+    def remove(self) -> None:
+        self.on = False
+        for head in list(self.heads):
+            _restore_head(head)
+
+
+class _ClassPatch(NamedTuple):
+    installed: _Installed
+    forward: Callable[..., Any] | None  # the attribute of the class before, None if it had none
+
+
+class Patch:
+    """What `patch` returns. The end of its `with` block undoes the patch."""
+
+    def __init__(self, model_or_class: Any) -> None:
+        self.model_or_class = model_or_class
+
+    def __enter__(self) -> Any:
+        return self.model_or_class
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        unpatch(self.model_or_class)
+
+
+def patch(model_or_class: Any = None, **options: Any) -> Patch:
+    """Makes causal language models of transformers compute their loss with `linear_cross_entropy`.
+
+    In training mode and with labels, the loss is computed in the head's forward call, without the logits, and
+    `outputs.logits` raises an error for any use. In all other cases the model is unchanged.
+
+    Args:
+        model_or_class: a model, also one with adapters of peft; a class of models, for all its models; or None, for all
+            classes in transformers' mapping of causal language models. Patch a model before torch.compile,
+            DistributedDataParallel, fully_shard or a Trainer gets it.
+        options: implementation, memory_budget, head_precision and batch_invariant of `linear_cross_entropy`.
+
+    Returns:
+        An object for `with`, whose block ends with `unpatch(model_or_class)`.
+
+    Raises:
+        RuntimeError: a version of transformers that was not tested, or something that is patched already.
+        TypeError: something that is not a model or a class of models, or an unknown option.
+        ValueError: a model that is not supported, with the reason. What a model does with its logits is known only when
+            it runs: `LogitsError`, a RuntimeError, names what is not supported.
+
+    Example:
+        >>> import torch, transformers
+        >>> from core_triton.hosts.transformers import patch
+        >>> sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1))
+        >>> _ = patch(model)
+        >>> tokens = torch.randint(50, (2, 8))
+        >>> model.train()(input_ids=tokens, labels=tokens).loss.backward()
+    """
+    _check_version()
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise TypeError(f"options must be among {', '.join(OPTIONS)}, got {', '.join(unknown)}")
+    if model_or_class is None:
+        _patch_all(options)
+    elif isinstance(model_or_class, type) and issubclass(model_or_class, PreTrainedModel):
+        _patch_class(model_or_class, options)
+    else:
+        _patch_model(_base_model(model_or_class), options)
+    return Patch(model_or_class)
+
+
+def unpatch(model_or_class: Any = None) -> None:
+    """Undoes `patch(model_or_class)`.
+
+    Raises:
+        RuntimeError: it is not patched, or `fully_shard` got the model after `patch`.
+    """
+    if model_or_class is None:
+        if not _of_all:
+            raise RuntimeError("unpatch() needs patch() before it")
+        PreTrainedModel.post_init = _of_all["post_init"]
+        for cls in _of_all["classes"]:
+            if cls in _classes:
+                _unpatch_class(cls)
+        _of_all.clear()
+    elif isinstance(model_or_class, type):
+        if model_or_class not in _classes:
+            raise RuntimeError(f"{model_or_class.__name__} is not patched")
+        _unpatch_class(model_or_class)
+    else:
+        model = _base_model(model_or_class)
+        cls: Any = type(model)
+        if "unpatched" not in vars(cls):
+            raise RuntimeError(
+                f"{cls.__name__} was sharded after patch, and cannot be unpatched"
+                if hasattr(cls, "unpatched")
+                else f"this {cls.__name__} is not patched"
+            )
+        cls.installed.remove()
+        model.__class__ = cls.unpatched
+        for module in model.modules():  # copies of the head, such as those of peft
+            if isinstance(module, FusedHead):
+                _restore_head(module)
+
+
+def _check_version() -> None:
+    found = transformers.__version__
+    if found.split(".")[:2] not in [tested.split(".") for tested in TESTED_VERSIONS]:
+        raise RuntimeError(
+            f"core_triton.hosts.transformers was tested with transformers {', '.join(TESTED_VERSIONS)}, found {found}"
+        )
+
+
+def _base_model(model: Any) -> PreTrainedModel:
+    """Returns the model, without the wrapper of peft."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            "model_or_class must be a model of transformers, as it is before torch.compile or a wrapper gets it, or a "
+            f"class of such models, got {type(model).__name__}"
+        )
+    return model
+
+
+def _patch_model(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    cls = type(model)
+    if _is_patched(cls):
+        raise RuntimeError(f"{cls.__name__} is patched already")
+    if "forward" in vars(model):
+        raise ValueError(
+            f"the forward method of this {cls.__name__} was replaced, by accelerate or by another patch: patch the "
+            "model before that"
+        )
+    installed = _Installed()
+    forward = _fused_forward(cls, options, installed)
+    _fused_head(model, installed)
+    # Names of classes decide what transformers does, so this class has the name of the original.
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    model.__class__ = type(
+        cls.__name__, (cls,), {**names, "forward": forward, "unpatched": cls, "installed": installed}
+    )
+
+
+def _patch_class(cls: type[PreTrainedModel], options: dict[str, Any]) -> None:
+    if _is_patched(cls):
+        raise RuntimeError(f"{cls.__name__} is patched already")
+    installed = _Installed()
+    forward = _fused_forward(cls, options, installed)
+    _classes[cls] = _ClassPatch(installed, vars(cls).get("forward"))
+    cls.forward = forward
+
+
+def _unpatch_class(cls: type) -> None:
+    installed, forward = _classes.pop(cls)
+    installed.remove()
+    if forward is None:
+        del cls.forward
+    else:
+        cls.forward = forward
+
+
+def _is_patched(cls: type) -> bool:
+    return hasattr(cls.forward, "installed")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _patch_all(options: dict[str, Any]) -> None:
+    """Patches the classes of causal language models that are loaded, and others when they make their first model."""
+    if _of_all:
+        raise RuntimeError("patch() was called already")
+    post_init = PreTrainedModel.post_init
+    classes: list[type] = []
+
+    def patch_once(cls: type[PreTrainedModel]) -> None:
+        if cls.__name__ in CAUSAL_LANGUAGE_MODELS and _place_of_labels(cls) is not None and not _is_patched(cls):
+            _patch_class(cls, options)
+            classes.append(cls)
+
+    @wraps(post_init)
+    def patch_at_end(self: PreTrainedModel) -> None:
+        post_init(self)
+        patch_once(type(self))
+
+    _of_all.update(post_init=post_init, classes=classes)
+    for cls in list(_subclasses(PreTrainedModel)):
+        patch_once(cls)
+    PreTrainedModel.post_init = patch_at_end
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+CAUSAL_LANGUAGE_MODELS = {
+    name
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    for name in ([names] if isinstance(names, str) else names)
+}
+
+
+def _place_of_labels(cls: type) -> int | None:
+    """Returns the place of labels among the arguments of the forward method after self."""
+    names = list(inspect.signature(cls.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return names.index("labels") - 1 if "labels" in names else None
+
+
+def _fused_forward(cls: type, options: dict[str, Any], installed: _Installed) -> Callable[..., Any]:
+    """Returns the forward method of a class in which losses of training are computed in the head."""
+    forward: Callable[..., Any] = cls.forward  # pyright: ignore[reportAttributeAccessIssue]
+    place = _place_of_labels(cls)
+    if place is None:
+        raise ValueError(f"{cls.__name__} is not supported: its forward method has no argument labels")
+
+    @wraps(forward)
+    def fused(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        labels = args[place] if len(args) > place else kwargs.get("labels")
+        if labels is None or not self.training or not installed.on:
+            return forward(self, *args, **kwargs)
+        head = _fused_head(self, installed)
+        if head.forward_call is not None:  # a subclass calls the forward method of its base
+            return forward(self, *args, **kwargs)
+        call = ForwardCall(type(self).__name__, options, HOW_TO_GET_LOGITS)
+        head.forward_call = call
+        try:
+            output = forward(self, *args, **kwargs)
+        finally:
+            head.forward_call = None
+            call.end()
+        if call.losses == 0:
+            raise ValueError(
+                f"{type(self).__name__} is not supported: it computed its loss without a call of the module that "
+                "get_output_embeddings returns"
+            )
+        return output
+
+    vars(fused)["installed"] = installed  # `_is_patched` looks for it
+    return fused
+
+
+def _fused_head(model: PreTrainedModel, installed: _Installed) -> FusedHead:
+    """Returns the head of a model, which becomes a FusedHead if it is not one yet."""
+    name = type(model).__name__
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError(f"{name} is not supported: its head is sharded by tensor parallelism")
+    head: Any = model.get_output_embeddings()
+    if hasattr(head, "modules_to_save"):  # peft trains a copy of the head
+        saved = not head.disable_adapters and head.active_adapters
+        head = head.modules_to_save[head.active_adapters[0]] if saved else head.original_module
+    if isinstance(head, FusedHead):
+        return head
+    cls = type(head)
+    if hasattr(head, "lora_A") or hasattr(head, "base_layer"):
+        raise ValueError(
+            f"{name} is not supported: its head has an adapter of peft ({cls.__name__}). Leave the head out of "
+            "target_modules, or train all of it with modules_to_save"
+        )
+    if not isinstance(head, nn.Linear) or cls.forward is not nn.Linear.forward:
+        raise ValueError(f"{name} is not supported: its head must be a torch.nn.Linear, got {cls.__name__}")
+    if "forward" in vars(head):
+        raise ValueError(f"{name} is not supported: the forward method of its head was replaced, as by device_map")
+    # fully_shard gives a module a subclass of its class.
+    head.__class__ = FusedHead if cls is nn.Linear else type(f"Fused{cls.__name__}", (FusedHead, cls), {})
+    assert isinstance(head, FusedHead)
+    head.forward_call = None
+    installed.heads.add(head)
+    return head
+
+
+def _restore_head(head: Any) -> None:
+    cls: Any = type(head)
+    if cls is FusedHead:
+        head.__class__ = nn.Linear
+    elif cls.__bases__[0] is FusedHead:
+        head.__class__ = cls.__bases__[1]
+    else:
+        return  # fully_shard got it after patch: without a call of a patched model, it is nn.Linear
+    del head.forward_call
