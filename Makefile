@@ -24,7 +24,7 @@ for candidate in "$${PYTHON:-}" python3.12 python3 python python3.13 \
 done; echo "no Python 3.12 that runs was found; set PYTHON=/path/to/python3.12" >&2; exit 1
 endef
 
-.PHONY: help train test test-slow test-latest test-mutations lint format parity clean
+.PHONY: help train test test-slow test-latest test-mutations lint format docs parity clean
 
 help:
 	@echo "make train        set up, then train the tiny language model on the standard library's sources"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-mutations  break the code in some 250 places, one at a time: the quick tests must notice each"
 	@echo "make parity       run the parity table on this machine"
 	@echo "make lint         ruff and pyright;  make format: let ruff rewrite"
+	@echo "make docs         set up, then build the documentation site in build/site; a broken link is an error"
 
 .venv/bin/python:
 	@python=$$($(find_python)); echo "setting up .venv with $$("$$python" --version)"; "$$python" -m venv .venv
@@ -56,6 +57,11 @@ help:
 	  --target .venv-latest/gpu-compiler jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
 
+.venv-docs/.docs: pyproject.toml constraints.txt
+	@python=$$($(find_python)); "$$python" -m venv .venv-docs
+	@.venv-docs/bin/$(INSTALL) --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
 train: .venv/.train
 	@$(BIN)/python -m flax_models.train $(ARGS)
 
@@ -72,6 +78,10 @@ test-latest: .venv-latest/.dev
 test-mutations: .venv/.dev
 	@$(BIN)/python tests/mutations.py $(ARGS)
 
+docs: .venv-docs/.docs
+	@PATH=.venv-docs/bin:$$PATH NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@echo "build/site/index.html"
+
 parity: .venv/.dev
 	@$(BIN)/python -m parity $(ARGS)
 
@@ -84,4 +94,4 @@ format: .venv/.dev
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-latest build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -680,8 +680,9 @@ def explain(
         input: (..., D).
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
-            head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none".
+        reduction: as given to the call. For log-probabilities, pass "none".
+        label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation: as given to the call.
+        grad_into, head_precision, batch_invariant: as given to the call.
         with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
             of the entropy of `linear_log_probs`. A backward pass of `linear_log_probs` may need that gradient, so its
             forward pass raises for the same memory_budget as this function with with_entropy. A token loss with

@@ -33,8 +33,9 @@ class LinearCrossEntropy(nn.Module):
         num_classes: V. With vocab_group, the rows of this rank's shard.
         bias: whether the head has a bias.
         weight: (V,) class weights, kept as a buffer.
-        reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget,
-            saved_budget, implementation, head_precision, batch_invariant: as for `linear_cross_entropy`.
+        reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size: as for
+            `linear_cross_entropy`.
+        memory_budget, saved_budget, implementation, head_precision, batch_invariant: as for `linear_cross_entropy`.
         vocab_group, token_group, reduce_dtype: as for `linear_cross_entropy`. For a module in
             `DistributedDataParallel` or FSDP2 (`fully_shard`), token_group is the group of its ranks: then the averaged
             gradients are those of the mean over all tokens.

@@ -728,10 +728,10 @@ def explain(
         gradients: whether the gradients of input and linear_weight are computed. With grad_into and reduction "mean" or
             "sum" that of linear_weight always is. Without gradients, `linear_log_probs` and `linear_token_loss` may
             have other chunks than the loss alone, whose plan this is unless with_entropy is True.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
-            head_precision, batch_invariant: as given to the call. For log-probabilities, pass reduction "none". They
-            also compute entropies, so their chunks may have fewer rows than the plan has, and the smallest
-            memory_budget may be larger.
+        reduction: as given to the call. For log-probabilities, pass "none". They also compute entropies, so their
+            chunks may have fewer rows than the plan has, and the smallest memory_budget may be larger.
+        label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation: as given to the call.
+        grad_into, head_precision, batch_invariant: as given to the call.
         with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
             of the entropy of `linear_log_probs`.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and

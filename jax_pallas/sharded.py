@@ -36,6 +36,14 @@ from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
 from linear_ce.spec import ArrayInfo, LossSpec, check_arrays
 
+__all__ = [
+    "linear_cross_entropy",
+    "linear_cross_entropy_with_stats",
+    "linear_log_probs",
+    "linear_token_loss",
+    "linear_token_loss_with_stats",
+]
+
 Gather = Literal["tokens", "head"]
 BatchAxes = str | Sequence[str] | PartitionSpec | None
 

@@ -1,0 +1,112 @@
+"""Hooks of mkdocs, and of griffe, which reads the docstrings: pages that are outside of docs/, their links, the API
+pages, examples and equations.
+
+The same Markdown is read in the repository and on the site. On the site, README.md is the first page, and files of
+`PAGES` are pages. Other files that a page links to are copied to files/, and a link to a folder becomes its text.
+"""
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from griffe import Extension
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "linear_ce/MATH.md": "math.md",
+    "benchmarks/how-to-measure.md": "how-to-measure.md",
+    "benchmarks/experiments.md": "experiments.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+PACKAGES = {"core_triton": ("parallel.VocabParallel",), "jax_pallas": ()}  # and what is public in submodules
+LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
+LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+EQUATION = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages outside of docs/, what pages link to, and the API pages."""
+    sources = dict(PAGES)
+    for path in sorted(Path(config.docs_dir).glob("*.md")):
+        sources[path.relative_to(ROOT).as_posix()] = path.name
+    for source, page in sources.items():
+        if source in PAGES:
+            files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+        for link, _ in LINK.findall((ROOT / source).read_text()):
+            target = _target(source, link)
+            path = ROOT / target
+            if path.is_file() and path.suffix != ".md" and not target.startswith("docs/"):
+                place = f"files/{target}"
+                if files.get_file_from_path(place) is None:
+                    files.append(File.generated(config, place, abs_src_path=str(path)))
+    for package in PACKAGES:
+        files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Rewrites the links of a page, which are those of its source in the repository."""
+    uri = page.file.src_uri
+    if uri.startswith("api/"):
+        return markdown
+    source = next((name for name, place in PAGES.items() if place == uri), f"docs/{uri}")
+
+    def without_folders(match: re.Match[str]) -> str:
+        text, link = match.groups()
+        return text if (ROOT / _target(source, link)).is_dir() else match.group()
+
+    def placed(match: re.Match[str]) -> str:
+        target, anchor = _target(source, match[1]), match[2] or ""
+        place = PAGES.get(target, target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}")
+        return place + anchor
+
+    return LINK.sub(placed, LINK_TO_FOLDER.sub(without_folders, markdown))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Renders equations as MathML, which browsers show without scripts."""
+
+    def rendered(match: re.Match[str]) -> str:
+        latex = match[2].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").strip()
+        latex = latex.replace("\\tag{", "\\qquad\\tag{")  # numbers of equations follow them
+        try:
+            mathml = convert(latex[2:-2], display="block" if match[1] == "div" else "inline")
+        except Exception as error:
+            raise PluginError(f"{page.file.src_uri}: not rendered: {latex}: {error!r}") from error
+
+        # Browsers ignore this attribute, and the converter keeps backslashes of \\text.
+        return mathml.replace('<mi mathvariant="double-struck">R</mi>', "<mi>&#x211D;</mi>").replace("\\_", "_")
+
+    return EQUATION.sub(rendered, html)
+
+
+class Examples(Extension):
+    """Names the section "Example" of docstrings as griffe does, which then shows it as code."""
+
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+
+
+def api_page(package: str) -> str:
+    """Returns a page with everything that a package exports."""
+    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    [names] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    names = sorted([*names, *PACKAGES[package]], key=lambda name: (name.rpartition(".")[2][0].isupper(), name))
+    return "\n\n".join([f"# {package}", ast.get_docstring(tree) or "", *(f"::: {package}.{name}" for name in names)])
+
+
+def _target(source: str, link: str) -> str:
+    """Returns the path from the root of what a link in a file means."""
+    return os.path.normpath(os.path.join(os.path.dirname(source), link.partition("#")[0]))

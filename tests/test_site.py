@@ -1,0 +1,33 @@
+"""The documentation site, as far as it can be checked without building it: `make docs` does that."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+def pages_of(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
+
+
+def constant(name: str) -> Any:
+    """Returns a constant of docs/hooks.py, whose imports are not installed with the tests."""
+    tree = ast.parse((ROOT / "docs" / "hooks.py").read_text())
+    [value] = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    ]
+    return ast.literal_eval(value)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    nav = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    added = constant("PAGES")
+    assert all((ROOT / source).is_file() for source in added)
+    expected = {path.name for path in (ROOT / "docs").glob("*.md")} | set(added.values())
+    expected |= {f"api/{package}.md" for package in constant("PACKAGES")}
+    assert sorted(nav) == sorted(expected)
