@@ -25,7 +25,10 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-PACKAGES = {"core_triton": ("parallel.VocabParallel",), "jax_pallas": ()}  # and what is public in submodules
+PACKAGES = {
+    "core_triton": ("hosts.transformers.patch", "hosts.transformers.unpatch", "parallel.VocabParallel"),
+    "jax_pallas": (),
+}  # and what is public in submodules
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
