@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 QUICKLY_COMPILED = (
-    *("test_flax_", "test_examples", "test_jax_pallas_", "test_parity", "test_benchmarks"),
+    *("test_flax_", "test_examples", "test_hosts_jax", "test_jax_pallas_", "test_parity", "test_benchmarks"),
     *("test_pages", "test_sequence_losses"),
 )
 # Programs on a GPU use all optimizations, and so do programs that a test measures or that depend on fused multiply-add.
