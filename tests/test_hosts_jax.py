@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import host_stand_ins as stand_ins
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from host_devices import failures_of, run_named
+from host_stand_ins import OldTunixModel, TunixModel, host, installed
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -79,7 +82,7 @@ def test_a_head_of_nnx_has_the_loss_and_gradients_of_its_logits(name: str) -> No
 @pytest.mark.parametrize("as_mapping", [False, True])
 @pytest.mark.parametrize("layer", [linen.Dense(V), linen.Dense(V, use_bias=False), linen.Embed(V, D)])
 def test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits(layer: Any, as_mapping: bool) -> None:
-    method = layer.attend if isinstance(layer, linen.Embed) else None
+    method: Any = layer.attend if isinstance(layer, linen.Embed) else None
     first = jnp.zeros(1, int) if method else X
     variables = layer.init(jax.random.key(0), first)
 
@@ -102,7 +105,7 @@ class Decoder(linen.Module):
 
 
 def test_a_tied_embedding_within_a_module_of_linen_gets_both_gradients() -> None:
-    model = Decoder()
+    model: Any = Decoder()
     variables = linen.unbox(model.init(jax.random.key(0), TARGET, fused=True))
     boxed = model.init(jax.random.key(0), TARGET, fused=True)
     CLOSE(model.apply(boxed, TARGET, fused=True), model.apply(boxed, TARGET, fused=False))
@@ -153,7 +156,8 @@ class Scaled(nnx.Linear):
 
 def with_adapter() -> nnx.Linear:
     layer = nnx.Linear(D, V, rngs=nnx.Rngs(0))
-    layer.kernel_lora_a = nnx.Param(jnp.zeros((D, 2)))  # as qwix 0.1.8 adds it
+    vars_of: Any = layer
+    vars_of.kernel_lora_a = nnx.Param(jnp.zeros((D, 2)))  # as qwix 0.1.8 adds it
     return layer
 
 
@@ -199,6 +203,151 @@ def with_adapter() -> nnx.Linear:
 def test_other_heads_are_refused(head: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         head_cross_entropy(head(), X, TARGET, **options)
+
+
+TOKENS = jax.random.randint(jax.random.key(4), (3, 7), 0, V)
+MASK = jnp.arange(7) > jnp.arange(3)[:, None]
+
+
+def loss_of(output: Any) -> Array:
+    """Returns the number that tunix differentiates and reports."""
+    return output.primary_loss.compute() if hasattr(output, "primary_loss") else output
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow..' outside:DeprecationWarning")  # as models of tunix 0.1.7 do
+@pytest.mark.parametrize(("version", "model"), [("0.1.7", OldTunixModel), ("0.1.8", TunixModel)])
+@pytest.mark.parametrize(("tied", "softcap"), [(True, 5.0), (False, None)])
+def test_loss_fn_of_tunix_has_the_results_of_its_default(
+    version: str, model: type[TunixModel], tied: bool, softcap: float | None
+) -> None:
+    with installed(*stand_ins.tunix(version)):
+        from jax_pallas.hosts.tunix import loss_fn
+
+        default = host("tunix.sft.peft_trainer")._default_loss_fn
+        graph, state = nnx.split(model(V, D, tied, softcap))
+
+        def differentiated(loss: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda state: loss_of(loss(nnx.merge(graph, state), TOKENS, MASK, None, None))
+
+        same(differentiated(loss_fn()), differentiated(default), state)
+        found, expected = (loss(nnx.merge(graph, state), TOKENS, MASK, None, None) for loss in (loss_fn(), default))
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        jax.tree.map(CLOSE, found, expected)
+
+
+def differentiated_log_probs(common: Any, graph: Any, state: Any, temperature: float) -> Any:
+    def of_all(state: Any) -> Array:
+        log_prob, entropy = common.compute_per_token_logps(graph, state, TOKENS, temperature, True)
+        return jnp.sum(jnp.sin(log_prob) + entropy**2)
+
+    return jax.value_and_grad(of_all)(state)
+
+
+@pytest.mark.parametrize(("tied", "softcap", "temperature"), [(True, 5.0, 0.7), (False, None, 1.0)])
+def test_patch_of_tunix_computes_its_chunked_log_probabilities(
+    tied: bool, softcap: float | None, temperature: float
+) -> None:
+    with installed(*stand_ins.tunix()):
+        from jax_pallas.hosts.tunix import patch, unpatch
+
+        common = host("tunix.rl.common")
+        graph, state = nnx.split(TunixModel(V, D, tied, softcap))
+        arguments = common, graph, state, temperature
+        original = common.compute_chunked_logps
+        expected = differentiated_log_probs(*arguments)
+        with patch(saved_budget=2**20), mock.patch.object(TunixModel, "compute_final_logits", None):
+            jax.tree.map(CLOSE, differentiated_log_probs(*arguments), expected)
+        assert common.compute_chunked_logps is original
+        patch(vocab_size=0)
+        with pytest.raises(ValueError, match="vocab_size"):
+            differentiated_log_probs(*arguments)
+        patch()  # replaces the options
+        log_prob = common.compute_per_token_logps(graph, state, TOKENS, temperature, False)
+        unpatch()
+        unpatch()
+        assert common.compute_chunked_logps is original
+        CLOSE(log_prob, common.compute_per_token_logps(graph, state, TOKENS, temperature, False))
+
+
+def test_a_model_of_tunix_computes_in_its_dtype() -> None:
+    with installed(*stand_ins.tunix()):
+        from jax_pallas.hosts.tunix import compute_chunked_logps
+
+        for tied in (False, True):
+            model = TunixModel(V, D, tied, dtype=jnp.bfloat16)
+            arguments = model, X, TARGET, 1.0, 2, False
+            found = compute_chunked_logps(*arguments)
+            exact = stand_ins.target_log_probs(
+                jnp.matmul(X.astype(jnp.bfloat16), _weight(model), preferred_element_type=jnp.float32), TARGET
+            )
+            CLOSE(found, exact, atol=1e-5)
+
+
+def _weight(model: TunixModel) -> Array:
+    weight = model.lm_head.w[...] if hasattr(model, "lm_head") else model.embedder.input_embedding[...].T
+    return weight.astype(jnp.bfloat16)
+
+
+def test_other_models_of_tunix_need_a_head_and_adapters_are_refused() -> None:
+    with installed(*stand_ins.tunix()):
+        from jax_pallas.hosts.tunix import loss_fn
+
+        class Other(TunixModel):
+            pass
+
+        def call(model: Any, **options: Any) -> Any:
+            return loss_fn(**options)(model, TOKENS, MASK, None, None)
+
+        other = Other(V, D, tied=False)
+        with pytest.raises(TypeError, match=r"head must be given with a model other than .* got test_hosts_jax\.Other"):
+            call(other)
+        CLOSE(loss_of(call(other, head=lambda model: model.lm_head)), loss_of(call(TunixModel(V, D, tied=False))))
+        weight = other.lm_head.w
+        found = call(other, head=lambda model: weight, vocab_axis=1)
+        CLOSE(loss_of(found), loss_of(call(TunixModel(V, D, tied=False))))
+        adapted = TunixModel(V, D, tied=False)
+        adapted.lm_head.w_lora_a = nnx.LoRAParam(jnp.zeros((D, 2)))
+        with pytest.raises(TypeError, match="the head of TunixModel, Einsum, has LoRA parameters"):
+            call(adapted)
+        with pytest.raises(TypeError, match="reduction is set by the adapter, got reduction='sum'"):
+            loss_fn(reduction="sum")
+
+        class Opaque(TunixModel):
+            def __call__(self, tokens: Array, positions: Any, cache: Any, attention_mask: Any) -> Any:
+                raise AssertionError
+
+        with pytest.raises(
+            TypeError, match="Opaque must take skip_lm_head or output_hidden_states, got the arguments tok"
+        ):
+            call(Opaque(V, D, tied=False), head=lambda model: model.lm_head)
+
+
+def test_another_interface_of_tunix_is_an_error_that_names_the_tested_versions() -> None:
+    tested = (
+        r"jax_pallas.hosts.tunix is tested with google-tunix 0\.1\.7 and 0\.1\.8 \(commit c7d8950\), got google-tunix "
+    )
+    with installed(*stand_ins.tunix("0.1.7")):
+        from jax_pallas.hosts.tunix import patch
+
+        with pytest.raises(ImportError, match=tested + r"0\.1\.7, which has no compute_chunked_logps"):
+            patch()
+    with installed(*stand_ins.tunix("9.9")):
+        from jax_pallas.hosts.tunix import loss_fn, patch
+
+        host("tunix.sft.peft_trainer")._default_loss_fn = other_interface
+        with pytest.raises(
+            ImportError, match=tested + r"9\.9, whose other_interface has the arguments model, batch in"
+        ):
+            loss_fn()
+        host("tunix.rl.common").compute_chunked_logps = other_interface
+        with pytest.raises(
+            ImportError, match=tested + r"9\.9, whose other_interface has the arguments model, batch in"
+        ):
+            patch()
+
+
+def other_interface(model: Any, batch: Any) -> Any:
+    raise AssertionError
 
 
 def check_sharded_head(kind: AxisType) -> None:

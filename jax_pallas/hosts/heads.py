@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jax_pallas import linear_ce, sharded
 
@@ -97,6 +98,7 @@ def head_arguments(
     vocab_axis: int | None = None,
     linear_bias: Array | None = None,
     head_precision: str | None = None,
+    dtype: DTypeLike | None = None,
 ) -> dict[str, Any]:
     """Returns the arguments of the functions of `jax_pallas` that an output layer determines.
 
@@ -110,6 +112,7 @@ def head_arguments(
         vocab_axis: which axis of an array is the vocabulary; None is 0. Not with a layer, which determines it.
         linear_bias: (V,), with an array only.
         head_precision: of `jax_pallas.linear_cross_entropy`. With "float32" the weight is not cast.
+        dtype: in which the layer computes; None is the dtype of a layer of flax, if it has one.
 
     Returns:
         input, linear_weight, linear_bias, vocab_axis and head_precision.
@@ -128,12 +131,13 @@ def head_arguments(
         >>> jax_pallas.linear_log_probs(target=jnp.zeros((2, 6), int), **head_arguments(embed, x)).entropy.shape
         (2, 6)
     """
-    array, dtype = _value(head), None
+    array = _value(head)
     if not _is_array(array):
         for name, value in (("vocab_axis", vocab_axis), ("linear_bias", linear_bias)):
             if value is not None:
                 raise ValueError(f"{name} must be None with the head {_named(head)}, which determines it")
-        array, linear_bias, vocab_axis, dtype = _parameters(head)
+        array, linear_bias, vocab_axis, of_layer = _parameters(head)
+        dtype = of_layer if dtype is None else dtype
     if dtype is not None:
         input = lax.convert_element_type(input, dtype)
         if head_precision != "float32":

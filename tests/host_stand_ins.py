@@ -1,0 +1,188 @@
+"""Modules with the interfaces of hosts that the tests do not install: names, arguments and results, on materialized
+logits. Each function says which file of which version has its interface."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax import Array
+
+TUNIX_MODEL = "tunix.models.qwen3.model"
+
+
+@contextmanager
+def installed(*modules: ModuleType) -> Iterator[None]:
+    """Makes modules importable, and forgets the adapters that import them."""
+    adapters = {name for name in sys.modules if name.startswith("jax_pallas.hosts.")}
+    with mock.patch.dict(sys.modules, {module.__name__: module for module in modules}):
+        for name in adapters - {"jax_pallas.hosts.heads", "jax_pallas.hosts.interface"}:
+            del sys.modules[name]
+        yield
+
+
+def host(name: str) -> Any:
+    """Returns an installed module."""
+    return sys.modules[name]
+
+
+def module(name: str, **names: Any) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(names)
+    return made
+
+
+def packages(*names: str) -> list[ModuleType]:
+    return [module(name, __path__=[]) for name in names]
+
+
+# tunix
+
+
+def tunix(version: str = "0.1.8") -> list[ModuleType]:
+    """google-tunix 0.1.7, and commit c7d8950f12a9c55a976bf2e1a0d8b447d71c20b3 (0.1.8): `tunix/rl/common.py`,
+    `tunix/sft/peft_trainer.py` and `tunix/sft/utils.py`."""
+
+    def default_loss(
+        model: Any,
+        input_tokens: Array,
+        input_mask: Array,
+        positions: Array,
+        attention_mask: Array,
+        images: Array | None = None,
+    ) -> Any:
+        logits, _ = model(input_tokens, positions, None, attention_mask)
+        log_probs = target_log_probs(logits[:, :-1], input_tokens[:, 1:])
+        total, number = -jnp.sum(log_probs * input_mask[:, 1:]), jnp.sum(input_mask[:, 1:])
+        if version == "0.1.7":
+            return total / (number + 1e-8)
+        return LossOutput(WeightedMetric(total, number, eps=1e-8), {})
+
+    def compute_chunked_logps(
+        model: Any, hidden_states: Array, target_ids: Array, temperature: float, chunk_size: int, return_entropy: bool
+    ) -> Any:
+        logits = model.compute_final_logits(hidden_states)
+        if temperature not in (0.0, 1.0):
+            logits /= temperature
+        found = target_log_probs(logits, target_ids)
+        every = jax.nn.log_softmax(logits)
+        return (found, -jnp.sum(jnp.exp(every) * every, axis=-1)) if return_entropy else found
+
+    common = module("tunix.rl.common")
+
+    @partial(jax.jit, static_argnames=("temperature", "return_entropy"))
+    def compute_per_token_logps(
+        graphdef: Any, state: Any, tokens: Array, temperature: float, return_entropy: bool
+    ) -> Any:
+        model = nnx.merge(graphdef, state)
+        hidden, _ = model(tokens, positions=None, cache=None, attention_mask=None, skip_lm_head=True)
+        arguments = model, hidden[:, :-1], tokens[:, 1:], temperature, 2, return_entropy
+        return common.compute_chunked_logps(*arguments)
+
+    vars(common).update(compute_per_token_logps=compute_per_token_logps)
+    utils = module("tunix.sft.utils")
+    if version != "0.1.7":
+        vars(common).update(compute_chunked_logps=compute_chunked_logps)
+        vars(utils).update(LossOutput=LossOutput, WeightedMetric=WeightedMetric)
+    trainer = module("tunix.sft.peft_trainer", _default_loss_fn=default_loss)
+    made = {"tunix": module("tunix", __path__=[], __version__=version)}
+    made |= {one.__name__: one for one in packages("tunix.rl", "tunix.sft")}
+    vars(made["tunix.rl"]).update(common=common)
+    vars(made["tunix.sft"]).update(peft_trainer=trainer, utils=utils)
+    return [*made.values(), common, trainer, utils]
+
+
+def target_log_probs(logits: Array, target: Array) -> Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), target[..., None], axis=-1)[..., 0]
+
+
+@struct.dataclass
+class WeightedMetric:
+    unreduced_sum: Any
+    denominator: Any
+    eps: float | None = struct.field(default=None, pytree_node=False)
+
+    def compute(self) -> Any:
+        return self.unreduced_sum / (self.denominator + (self.eps or 0.0))
+
+
+@struct.dataclass
+class LossOutput:
+    primary_loss: WeightedMetric
+    aux_metrics: Any
+
+
+class Embedder(nnx.Module):
+    """The embedding of `tunix/models/qwen3/model.py`."""
+
+    def __init__(self, vocab: int, hidden: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.input_embedding = nnx.Param(jax.random.normal(rngs.params(), (vocab, hidden)))
+        self.dtype = dtype
+
+    def decode(self, x: Array) -> Array:
+        return jnp.dot(x.astype(self.dtype), self.input_embedding[...].astype(self.dtype).T)
+
+
+class Einsum(nnx.Module):
+    """The output layer of `tunix/models/qwen3/model.py`, `einsum_str` "BTD,DV->BTV"."""
+
+    def __init__(self, vocab: int, hidden: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (hidden, vocab)))
+        self.dtype = dtype
+
+    def __call__(self, x: Array) -> Array:
+        return jnp.einsum("BTD,DV->BTV", x.astype(self.dtype), self.w[...].astype(self.dtype))
+
+
+class TunixConfig:
+    def __init__(self, final_logit_softcap: float | None) -> None:
+        self.final_logit_softcap = final_logit_softcap
+
+
+class TunixModel(nnx.Module):
+    """A model of tunix. Those of 0.1.7 have `output_hidden_states` in place of `skip_lm_head`."""
+
+    def __init__(
+        self, vocab: int, hidden: int, tied: bool, softcap: float | None = None, dtype: Any = jnp.float32
+    ) -> None:
+        rngs = nnx.Rngs(0)
+        self.config = TunixConfig(softcap)
+        self.embedder = Embedder(vocab, hidden, dtype, rngs)
+        if not tied:
+            self.lm_head = Einsum(vocab, hidden, dtype, rngs)
+
+    def hidden_states(self, tokens: Array) -> Array:
+        return jnp.tanh(self.embedder.input_embedding[...][tokens])
+
+    def __call__(
+        self, tokens: Array, positions: Any, cache: Any, attention_mask: Any, skip_lm_head: bool = False
+    ) -> tuple[Array, Any]:
+        x = self.hidden_states(tokens)
+        return (x if skip_lm_head else self.compute_final_logits(x)), cache
+
+    def compute_final_logits(self, x: Array) -> Array:
+        logits = self.lm_head(x) if hasattr(self, "lm_head") else self.embedder.decode(x)
+        cap = self.config.final_logit_softcap
+        return logits.astype(jnp.float32) if cap is None else cap * jnp.tanh(logits.astype(jnp.float32) / cap)
+
+
+class OldTunixModel(TunixModel):
+    """A model of tunix 0.1.7."""
+
+    def __call__(
+        self, tokens: Array, positions: Any, cache: Any, attention_mask: Any, output_hidden_states: bool = False
+    ) -> tuple[Array, Any]:
+        x = self.hidden_states(tokens)
+        if output_hidden_states:
+            self.sow(nnx.Intermediate, "all_hidden_states", x)
+        return self.compute_final_logits(x), cache
+
+
+for layer in (Embedder, Einsum, TunixModel, OldTunixModel):
+    layer.__module__ = TUNIX_MODEL
