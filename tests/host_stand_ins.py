@@ -14,16 +14,19 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array
 
+from jax_pallas import hosts
+
+ADAPTERS = ("levanter", "maxtext", "tunix")
 TUNIX_MODEL = "tunix.models.qwen3.model"
 
 
 @contextmanager
 def installed(*modules: ModuleType) -> Iterator[None]:
-    """Makes modules importable, and forgets the adapters that import them."""
-    adapters = {name for name in sys.modules if name.startswith("jax_pallas.hosts.")}
+    """Makes modules importable. Adapters of hosts that are imported within import these."""
     with mock.patch.dict(sys.modules, {module.__name__: module for module in modules}):
-        for name in adapters - {"jax_pallas.hosts.heads", "jax_pallas.hosts.interface"}:
-            del sys.modules[name]
+        for name in ADAPTERS:
+            sys.modules.pop(f"jax_pallas.hosts.{name}", None)
+            vars(hosts).pop(name, None)
         yield
 
 
@@ -182,6 +185,67 @@ class OldTunixModel(TunixModel):
         if output_hidden_states:
             self.sow(nnx.Intermediate, "all_hidden_states", x)
         return self.compute_final_logits(x), cache
+
+
+# levanter
+
+LEVANTER_API = "levanter.kernels.pallas.fused_cross_entropy_loss.api"
+
+
+def levanter() -> list[ModuleType]:
+    """`levanter/kernels/pallas/fused_cross_entropy_loss/api.py` of marin-levanter 0.2.20.dev202606180959 and of commit
+    01666fdb55b7b8d246970916f576c3fa6b845a1d of marin, with its implementation "reference" alone."""
+
+    def reference(
+        x: Array,
+        labels: Array,
+        w: Array,
+        *,
+        block_sizes: Any,
+        dtype: Any,
+        logit_soft_cap: float | None,
+        precision: Any,
+        return_argmax: bool = False,
+    ) -> tuple[Array, ...]:
+        logits = x @ w
+        if logit_soft_cap is not None:
+            logits = logit_soft_cap * jnp.tanh(logits / logit_soft_cap)
+        results = -target_log_probs(logits, labels), jax.nn.logsumexp(logits, axis=-1)
+        return (*results, jnp.argmax(logits, axis=-1)) if return_argmax else results
+
+    def fused_cross_entropy_loss_and_logsumexp_penalty(
+        x: Array,
+        labels: Array,
+        w: Array,
+        *,
+        reduction: str | None = "mean",
+        weight: Array | None = None,
+        logsumexp_weight: float | None = 0.0,
+        block_size: int | None = None,
+        block_sizes: Any = None,
+        dtype: Any = jnp.float32,
+        logit_soft_cap: float | None = None,
+        precision: Any = None,
+        implementation: Any = None,
+        return_argmax: bool = False,
+    ) -> Any:
+        (chosen,) = api._default_implementations() if implementation is None else implementation
+        function = api.IMPLEMENTATIONS[chosen] if isinstance(chosen, str) else chosen
+        keywords = {"block_sizes": None, "dtype": dtype, "logit_soft_cap": logit_soft_cap, "precision": precision}
+        if return_argmax:
+            keywords["return_argmax"] = True
+        loss, lse, *argmax = function(x, labels, w, **keywords)
+        loss = (loss + (logsumexp_weight or 0.0) * lse**2) * (1.0 if weight is None else weight)
+        loss = {None: lambda loss: loss, "mean": jnp.mean, "sum": jnp.sum}[reduction](loss)
+        return (loss, *argmax) if return_argmax else loss
+
+    api: Any = module(LEVANTER_API, IMPLEMENTATIONS={"reference": reference})
+    api.fused_cross_entropy_loss_and_logsumexp_penalty = fused_cross_entropy_loss_and_logsumexp_penalty
+    api._default_implementations = lambda: ("reference",)
+    parts = LEVANTER_API.split(".")
+    parents = packages(*(".".join(parts[:number]) for number in range(1, len(parts))))
+    vars(parents[-1]).update(api=api)
+    return [*parents, api]
 
 
 for layer in (Embedder, Einsum, TunixModel, OldTunixModel):

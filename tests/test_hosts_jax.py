@@ -89,7 +89,11 @@ def test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits(layer: Any, as
     def found(variables: Any, x: Array) -> Array:
         return head_cross_entropy(variables["params"] if as_mapping else layer.bind(variables), x, TARGET)
 
-    same(found, lambda variables, x: unfused(layer.apply(variables, x, method=method)), variables, X)
+    def expected(variables: Any, x: Array) -> Array:
+        logits: Any = layer.apply(variables, x, method=method)
+        return unfused(logits)
+
+    same(found, expected, variables, X)
 
 
 class Decoder(linen.Module):
@@ -305,7 +309,7 @@ def test_other_models_of_tunix_need_a_head_and_adapters_are_refused() -> None:
         weight = other.lm_head.w
         found = call(other, head=lambda model: weight, vocab_axis=1)
         CLOSE(loss_of(found), loss_of(call(TunixModel(V, D, tied=False))))
-        adapted = TunixModel(V, D, tied=False)
+        adapted: Any = TunixModel(V, D, tied=False)
         adapted.lm_head.w_lora_a = nnx.LoRAParam(jnp.zeros((D, 2)))
         with pytest.raises(TypeError, match="the head of TunixModel, Einsum, has LoRA parameters"):
             call(adapted)
@@ -350,6 +354,81 @@ def other_interface(model: Any, batch: Any) -> Any:
     raise AssertionError
 
 
+def levanter_loss(x: Array, w: Array, **options: Any) -> Any:
+    function = host(stand_ins.LEVANTER_API).fused_cross_entropy_loss_and_logsumexp_penalty
+    weight = (jnp.arange(x.shape[0]) % 3).astype(jnp.float32)
+    return function(x, TARGET.reshape(-1)[: x.shape[0]], w, weight=weight, logit_soft_cap=5.0, **options)
+
+
+def test_the_registry_of_levanter_gets_an_implementation_with_the_same_results() -> None:
+    x, w = X.reshape(-1, D), jax.random.normal(jax.random.key(2), (D, V))
+    with installed(*stand_ins.levanter()):
+        from jax_pallas.hosts import levanter
+
+        api = host(stand_ins.LEVANTER_API)
+        choice = api._default_implementations
+
+        def total(x: Array, w: Array, implementation: Any = None) -> Array:
+            return levanter_loss(x, w, logsumexp_weight=0.1, implementation=implementation)
+
+        reference = partial(total, implementation=["reference"])
+        same(partial(total, implementation=[levanter.linear_softmax_cross_entropy_loss]), reference, x, w)
+        levanter.register("ours", default=False, vocab_size=0)
+        assert api._default_implementations is choice
+        levanter.register(saved_budget=2**20)
+        assert set(api.IMPLEMENTATIONS) == {"reference", "linear_ce"}
+        with mock.patch.dict(api.IMPLEMENTATIONS, {"reference": None}):
+            found = jax.value_and_grad(total, (0, 1))(x, w)
+        jax.tree.map(CLOSE, found, jax.value_and_grad(reference, (0, 1))(x, w))
+        found, expected = (
+            levanter_loss(x, w, implementation=[name], reduction=None, return_argmax=True)
+            for name in ("linear_ce", "reference")
+        )
+        jax.tree.map(CLOSE, found, expected)
+        levanter.unregister()
+        levanter.unregister()
+        assert api._default_implementations is choice
+        assert set(api.IMPLEMENTATIONS) == {"reference"}
+
+
+def test_the_registry_of_levanter_keeps_its_names_and_its_interface_is_checked() -> None:
+    with installed(*stand_ins.levanter()):
+        from jax_pallas.hosts import levanter
+
+        with pytest.raises(ValueError, match=r"one of levanter's implementations, \['reference'\], got 'reference'"):
+            levanter.register("reference")
+        with pytest.raises(ValueError, match="dtype must be at most float32, got float64"):
+            levanter.linear_softmax_cross_entropy_loss(X[0], TARGET[0], X[0].T, dtype=np.float64)
+        host(stand_ins.LEVANTER_API).fused_cross_entropy_loss_and_logsumexp_penalty = other_interface
+        tested = "marin-levanter 0.2.20.dev202606180959 and commit 01666fd of marin, got levanter of no version, whose"
+        with pytest.raises(ImportError, match=f"jax_pallas.hosts.levanter is tested with {tested} other_interface has"):
+            levanter.register()
+
+
+def check_levanter_on_devices() -> None:
+    """levanter calls its implementation within a `jax.shard_map` that does not track what is the same on devices."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = X.reshape(-1, D), jax.random.normal(jax.random.key(2), (D, V))
+    weight = jnp.arange(len(x)) % 3 + 1.0
+    target = TARGET.reshape(-1)
+    with installed(*stand_ins.levanter()):
+        from jax_pallas.hosts.levanter import linear_softmax_cross_entropy_loss
+
+        def losses(implementation: Any, x: Array, w: Array, target: Array) -> Array:
+            function = host(stand_ins.LEVANTER_API).fused_cross_entropy_loss_and_logsumexp_penalty
+            return function(x, target, w, reduction=None, logsumexp_weight=0.1, implementation=implementation)
+
+        def total(x: Array, w: Array) -> Array:
+            specs = P("data"), P(), P("data")
+            call = partial(losses, [linear_softmax_cross_entropy_loss])
+            mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+            return jnp.sum(mapped(x, w, target) * weight)
+
+        found = jax.jit(jax.value_and_grad(total, (0, 1)))(x, w)
+        expected = jax.value_and_grad(lambda x, w: jnp.sum(losses(["reference"], x, w, target) * weight), (0, 1))(x, w)
+        jax.tree.map(CLOSE, found, expected)
+
+
 def check_sharded_head(kind: AxisType) -> None:
     """Two devices divide the tokens, and two the vocabulary."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
@@ -375,6 +454,7 @@ def check_sharded_head(kind: AxisType) -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "explicit sharding": partial(check_sharded_head, AxisType.Explicit),
     "automatic sharding": partial(check_sharded_head, AxisType.Auto),
+    "levanter": check_levanter_on_devices,
 }
 
 

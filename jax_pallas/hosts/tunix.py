@@ -119,7 +119,8 @@ def compute_chunked_logps(
     Raises:
         TypeError, ValueError: as `loss_fn` and `jax_pallas.linear_log_probs`.
     """
-    arguments = _arguments(model, head, hidden_states, options) | {"target": target_ids}
+    arguments = _arguments(model, head, hidden_states, options)
+    arguments["target"] = target_ids
     if temperature not in (0.0, 1.0):
         arguments["logit_scale"] = arguments.get("logit_scale", 1.0) / temperature
         if arguments.get("softcap") is not None:  # c / t * tanh(z / c) is the softcap c / t of z / t
@@ -198,7 +199,8 @@ def _hidden_states(model: Any, *arguments: Any, **inputs: Any) -> Array:
             f"{', '.join(parameters)}"
         )
     model(*arguments, **inputs, output_hidden_states=True)  # jax.jit removes the logits, which nothing uses
-    return nnx.pop(model, nnx.Intermediate)["all_hidden_states"][-1]
+    intermediates: Any = nnx.pop(model, nnx.Intermediate)
+    return intermediates["all_hidden_states"][-1]
 
 
 def _arguments(model: Any, head: Head | None, hidden: Array, options: dict[str, Any]) -> dict[str, Any]:
