@@ -1,6 +1,7 @@
 """Modules with the interfaces of hosts that the tests do not install: names, arguments and results, on materialized
 logits. Each function says which file of which version has its interface."""
 
+import enum
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import linen, nnx, struct
 from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_pallas import hosts
 
@@ -26,7 +29,8 @@ def installed(*modules: ModuleType) -> Iterator[None]:
     with mock.patch.dict(sys.modules, {module.__name__: module for module in modules}):
         for name in ADAPTERS:
             sys.modules.pop(f"jax_pallas.hosts.{name}", None)
-            vars(hosts).pop(name, None)
+            if hasattr(hosts, name):
+                delattr(hosts, name)
         yield
 
 
@@ -246,6 +250,164 @@ def levanter() -> list[ModuleType]:
     parents = packages(*(".".join(parts[:number]) for number in range(1, len(parts))))
     vars(parents[-1]).update(api=api)
     return [*parents, api]
+
+
+# MaxText
+
+
+class ShardMode(enum.Enum):
+    AUTO = "auto"
+    EXPLICIT = "explicit"
+
+
+RULES = {  # of `src/maxtext/configs/base.yml`, on a mesh of the axes fsdp and tensor
+    "activation_batch": "fsdp",
+    "activation_embed_and_logits_batch": "fsdp",
+    "vocab": "tensor",
+    "embed_vocab": "fsdp",
+}
+
+
+def maxtext() -> list[ModuleType]:
+    """Commit e591f30cbbf217ed67ef71263ec0538239f9c3b8 of MaxText (0.2.4): `src/maxtext/utils/vocabulary_tiling.py`,
+    `src/maxtext/utils/sharding.py` and `src/maxtext/trainers/pre_train/train.py`."""
+
+    def create_sharding(mesh: Any, logical_names: Any, rules: Any = None) -> NamedSharding:
+        names = [RULES.get(name) for name in logical_names]
+        return NamedSharding(mesh, P(*(name if mesh.shape.get(name, 1) > 1 else None for name in names)))
+
+    def summed(logits: Array, data: Any, config: Any) -> tuple[Array, Array]:
+        z_loss = config.z_loss_multiplier * jax.nn.logsumexp(logits, axis=-1) ** 2
+        counted = data["targets_segmentation"] != 0
+        losses = z_loss - target_log_probs(logits, data["targets"])
+        return jnp.sum(losses * counted), jnp.sum(z_loss * counted)
+
+    def vocab_tiling_nnx_loss(model: Any, hidden_states: Array, data: Any, config: Any, is_train: bool) -> Any:
+        deterministic = not config.enable_dropout if is_train else True
+        logits = model.logits_from_hidden_states_for_vocab_tiling(hidden_states, deterministic, "train")
+        return summed(logits, data, config)
+
+    def vocab_tiling_linen_loss(
+        hidden_states: Array, data: Any, config: Any, model: Any, params: Any, is_train: bool
+    ) -> Any:
+        method = "logits_from_hidden_states_for_vocab_tiling"
+        return summed(model.apply(params, hidden_states, True, "train", method=method), data, config)
+
+    losses = {"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss, "vocab_tiling_linen_loss": vocab_tiling_linen_loss}
+    train = module("maxtext.trainers.pre_train.train", **losses)
+    tiling = module("maxtext.utils.vocabulary_tiling", **losses)
+    parents = packages("maxtext", "maxtext.common", "maxtext.trainers", "maxtext.trainers.pre_train", "maxtext.utils")
+    vars(parents[0]).update(__version__="0.2.4")
+    vars(parents[3]).update(train=train)
+    vars(parents[4]).update(vocabulary_tiling=tiling)
+    common = module("maxtext.common.common_types", ShardMode=ShardMode)
+    return [*parents, train, tiling, common, module("maxtext.utils.sharding", create_sharding=create_sharding)]
+
+
+class MaxTextConfig:
+    """The fields of `src/maxtext/configs/base.yml` that the output layer reads."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.logits_via_embedding = False
+        self.normalize_embedding_logits = True
+        self.final_logits_soft_cap = 0.0
+        self.logits_dot_in_fp32 = False
+        self.enable_dropout = False
+        self.parameter_memory_host_offload = False
+        self.z_loss_multiplier = 0.0
+        self.dtype = jnp.float32
+        self.shard_mode = ShardMode.AUTO
+        vars(self).update(fields)
+
+
+def maxtext_logits(x: Array, embedding: Array | None, dense: Any, config: Any) -> Array:
+    """The end of `apply_output_head` of `src/maxtext/layers/nnx_decoders.py` and `decoders.py`."""
+    if embedding is None:
+        return dense(x)
+    logits = jnp.dot(x, embedding.astype(jnp.bfloat16).T, preferred_element_type=config.dtype)
+    if config.normalize_embedding_logits:
+        logits = logits / jnp.sqrt(x.shape[-1])
+    cap = config.final_logits_soft_cap
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+class MaxTextNorm(nnx.Module):
+    """`RMSNorm` of `src/maxtext/layers/normalizations.py`."""
+
+    def __init__(self, hidden: int) -> None:
+        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, hidden))
+
+    def __call__(self, x: Array, out_sharding: Any = None) -> Array:
+        x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * self.scale[...]
+        return x if out_sharding is None else jax.sharding.reshard(x, out_sharding)
+
+
+class MaxTextDense(nnx.Module):
+    """`DenseGeneral` of `src/maxtext/layers/linears.py`."""
+
+    def __init__(self, hidden: int, vocab: int, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (hidden, vocab)))
+        self.bias = None
+
+    def __call__(self, x: Array) -> Array:
+        return x @ self.kernel[...]
+
+
+class MaxTextDecoder(nnx.Module):
+    """`NNXDecoder` of `src/maxtext/layers/nnx_decoders.py`."""
+
+    def __init__(self, vocab: int, hidden: int, config: Any, rngs: nnx.Rngs) -> None:
+        self.decoder_norm = MaxTextNorm(hidden)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        if not config.logits_via_embedding:
+            self.logits_dense = MaxTextDense(hidden, vocab, rngs)
+
+
+class MaxTextModel(nnx.Module):
+    """`Transformer` of `src/maxtext/models/models.py`."""
+
+    def __init__(self, vocab: int, hidden: int, config: Any, mesh: Any) -> None:
+        rngs = nnx.Rngs(0)
+        self.config, self.mesh = config, mesh
+        self.token_embedder = nnx.Embed(vocab, hidden, rngs=rngs)
+        self.decoder = MaxTextDecoder(vocab, hidden, config, rngs)
+
+    def logits_from_hidden_states_for_vocab_tiling(self, x: Array, deterministic: bool, model_mode: str) -> Array:
+        x = self.decoder.dropout(self.decoder.decoder_norm(x), deterministic=deterministic)
+        tied = self.config.logits_via_embedding
+        embedding = self.token_embedder.embedding[...] if tied else None
+        return maxtext_logits(x, embedding, None if tied else self.decoder.logits_dense, self.config)
+
+
+class MaxTextLinenDecoder(linen.Module):
+    """`Decoder` of `src/maxtext/layers/decoders.py`."""
+
+    config: Any
+    vocab: int
+
+    @linen.compact
+    def __call__(self, x: Array, embedding: Array, deterministic: bool) -> Array:
+        x = linen.RMSNorm(name="decoder_norm")(x)
+        x = linen.Dropout(0.5, broadcast_dims=(-2,))(x, deterministic=deterministic)
+        if self.config.logits_via_embedding:
+            return maxtext_logits(x, embedding, None, self.config)
+        return linen.Dense(self.vocab, use_bias=False, name="logits_dense")(x)
+
+
+class MaxTextLinenModel(linen.Module):
+    """`TransformerLinen` of `src/maxtext/models/models.py`."""
+
+    config: Any
+    mesh: Any
+    vocab: int
+    hidden: int
+
+    def setup(self) -> None:
+        self.token_embedder = linen.Embed(self.vocab, self.hidden)
+        self.decoder = MaxTextLinenDecoder(self.config, self.vocab)
+
+    def logits_from_hidden_states_for_vocab_tiling(self, x: Array, deterministic: bool, model_mode: str) -> Array:
+        return self.decoder(x, self.token_embedder.embedding, deterministic)
 
 
 for layer in (Embedder, Einsum, TunixModel, OldTunixModel):

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from host_devices import failures_of, run_named
-from host_stand_ins import OldTunixModel, TunixModel, host, installed
+from host_stand_ins import MaxTextConfig, MaxTextLinenModel, MaxTextModel, OldTunixModel, TunixModel, host, installed
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -311,7 +311,7 @@ def test_other_models_of_tunix_need_a_head_and_adapters_are_refused() -> None:
         CLOSE(loss_of(found), loss_of(call(TunixModel(V, D, tied=False))))
         adapted: Any = TunixModel(V, D, tied=False)
         adapted.lm_head.w_lora_a = nnx.LoRAParam(jnp.zeros((D, 2)))
-        with pytest.raises(TypeError, match="the head of TunixModel, Einsum, has LoRA parameters"):
+        with pytest.raises(TypeError, match=r"the head tunix.models.qwen3.model.Einsum has an adapter, w_lora_a"):
             call(adapted)
         with pytest.raises(TypeError, match="reduction is set by the adapter, got reduction='sum'"):
             loss_fn(reduction="sum")
@@ -429,6 +429,156 @@ def check_levanter_on_devices() -> None:
         jax.tree.map(CLOSE, found, expected)
 
 
+MAXTEXT = {
+    "dense": {"z_loss_multiplier": 0.1},
+    "tied": {"logits_via_embedding": True, "final_logits_soft_cap": 3.0, "enable_dropout": True},
+    "tied, not scaled": {"logits_via_embedding": True, "normalize_embedding_logits": False},
+}
+DATA = {"targets": TARGET, "targets_segmentation": jnp.arange(6) % 3 * jnp.ones((2, 1), int)}
+ONE_DEVICE = jax.make_mesh((1, 1), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def maxtext_losses(name: str, *arguments: Any) -> Array:
+    """Returns the two results of a function of MaxText's training module."""
+    return jnp.stack(getattr(host("maxtext.trainers.pre_train.train"), name)(*arguments))
+
+
+def maxtext_model(config: Any, mesh: Any = ONE_DEVICE) -> tuple[Any, Any]:
+    return nnx.split(MaxTextModel(V, D, config, mesh))
+
+
+@pytest.mark.parametrize("name", MAXTEXT)
+@pytest.mark.parametrize("is_train", [False, True])
+def test_patch_of_maxtext_gives_the_loss_of_vocabulary_tiling_in_nnx(name: str, is_train: bool) -> None:
+    with installed(*stand_ins.maxtext()):
+        from jax_pallas.hosts.maxtext import patch
+
+        config = MaxTextConfig(**MAXTEXT[name])
+        graph, state = maxtext_model(config)
+
+        def losses(state: Any, x: Array) -> Array:
+            return maxtext_losses(
+                "vocab_tiling_nnx_loss", nnx.merge(graph, state, copy=True), x, DATA, config, is_train
+            )
+
+        def run() -> Any:
+            # Only the first result is differentiated: MaxText reports the second one.
+            return losses(state, X), jax.grad(lambda state, x: losses(state, x)[0], (0, 1), allow_int=True)(state, X)
+
+        expected = run()
+        with patch(), mock.patch.object(MaxTextModel, "logits_from_hidden_states_for_vocab_tiling", None):
+            jax.tree.map(close_unless_key, run(), expected)
+        jax.tree.map(close_unless_key, run(), expected)
+
+
+def close_unless_key(found: Any, expected: Any) -> None:
+    """Compares two arrays, other than those of random numbers and their gradients."""
+    if jnp.issubdtype(found.dtype, jnp.floating):
+        CLOSE(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAXTEXT)
+def test_patch_of_maxtext_gives_the_loss_of_vocabulary_tiling_in_linen(name: str) -> None:
+    with installed(*stand_ins.maxtext()):
+        from jax_pallas.hosts.maxtext import patch, unpatch
+
+        config = MaxTextConfig(**MAXTEXT[name] | {"enable_dropout": False})
+        model: Any = MaxTextLinenModel(config, ONE_DEVICE, V, D)
+        method = "logits_from_hidden_states_for_vocab_tiling"
+        variables = model.init(jax.random.key(0), X, True, "train", method=method)
+
+        def losses(variables: Any, x: Array) -> Array:
+            return maxtext_losses("vocab_tiling_linen_loss", x, DATA, config, model, variables, True)
+
+        def run() -> Any:
+            return losses(variables, X), jax.grad(lambda variables, x: losses(variables, x)[0], (0, 1))(variables, X)
+
+        expected = run()
+        patch(memory_budget=1)
+        with pytest.raises(ValueError, match="memory_budget"):
+            run()
+        patch()
+        jax.tree.map(close_unless_key, run(), expected)
+        unpatch()
+        unpatch()
+        jax.tree.map(close_unless_key, run(), expected)
+
+
+def test_maxtext_in_16_bits_casts_as_its_output_layer() -> None:
+    with installed(*stand_ins.maxtext()):
+        from jax_pallas.hosts.maxtext import vocab_tiling_nnx_loss
+
+        for tied, in_fp32, expected in ((False, True, jnp.float32), (False, False, jnp.bfloat16), (True, False, None)):
+            config = MaxTextConfig(dtype=jnp.bfloat16, logits_via_embedding=tied, logits_dot_in_fp32=in_fp32)
+            model = MaxTextModel(V, D, config, ONE_DEVICE)
+            expected = jnp.float32 if expected is None else expected
+            name = "linear_cross_entropy_with_stats"
+            with mock.patch.object(jax_pallas.linear_ce, name, side_effect=Called) as call, pytest.raises(Called):
+                vocab_tiling_nnx_loss(model, X, DATA, config, True)
+            arguments = call.call_args.kwargs
+            assert (arguments["input"].dtype, arguments["linear_weight"].dtype) == (expected, expected)
+            if tied:  # rounded to 16 bits, in any dtype
+                rounded = arguments["linear_weight"].astype(jnp.bfloat16)
+                assert jnp.array_equal(rounded, arguments["linear_weight"])
+
+
+class Called(Exception):
+    pass
+
+
+def test_what_the_adapter_of_maxtext_refuses() -> None:
+    with installed(*stand_ins.maxtext()):
+        from jax_pallas.hosts.maxtext import patch, vocab_tiling_linen_loss, vocab_tiling_nnx_loss
+
+        config = MaxTextConfig(parameter_memory_host_offload=True)
+        model: Any = MaxTextModel(V, D, config, ONE_DEVICE)
+        with pytest.raises(ValueError, match="parameter_memory_host_offload must be False"):
+            vocab_tiling_nnx_loss(model, X, DATA, config, True)
+        model.decoder.logits_dense.kernel_lora_a = nnx.LoRAParam(jnp.zeros((D, 2)))
+        with pytest.raises(TypeError, match="has an adapter, kernel_lora_a"):
+            vocab_tiling_nnx_loss(model, X, DATA, config, True)
+        with pytest.raises(TypeError, match=r"softcap is set by the adapter, got softcap=3.0"):
+            patch(softcap=3.0)
+        linen_model: Any = MaxTextLinenModel(MaxTextConfig(), ONE_DEVICE, V, D)
+        with (
+            mock.patch.object(MaxTextLinenModel, "apply"),
+            pytest.raises(TypeError, match=r"the decoder of MaxTextLinenModel must call one flax.linen.Dropout, got 0"),
+        ):
+            vocab_tiling_linen_loss(X, DATA, linen_model.config, linen_model, {"params": {}}, True)
+        host("maxtext.utils.vocabulary_tiling").vocab_tiling_nnx_loss = other_interface
+        with pytest.raises(
+            ImportError, match=r"tested with MaxText 0.2.4 \(commit e591f30\), got MaxText 0.2.4, whose o"
+        ):
+            patch()
+
+
+def check_maxtext_on_devices(kind: AxisType, vocab: int = V) -> None:
+    """Two devices divide the tokens and the hidden size of the head, and two the vocabulary, by MaxText's rules."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(kind, kind))
+    mode = stand_ins.ShardMode.EXPLICIT if kind == AxisType.Explicit else stand_ins.ShardMode.AUTO
+    with installed(*stand_ins.maxtext()):
+        from jax_pallas.hosts.maxtext import vocab_tiling_nnx_loss
+
+        config = MaxTextConfig(shard_mode=mode, z_loss_multiplier=0.1)
+        graph, state = nnx.split(MaxTextModel(vocab, D, config, mesh))
+
+        def loss(function: Callable[..., Any], state: Any, x: Array, data: Any) -> Array:
+            return function(nnx.merge(graph, state, copy=True), x, data, config, True)[0]
+
+        logits = host("maxtext.utils.vocabulary_tiling").vocab_tiling_nnx_loss
+        expected = jax.grad(partial(loss, logits), (0, 1), allow_int=True)(state, X, DATA)
+
+        def place(path: Any, array: Array) -> Array:
+            spec = P("fsdp", "tensor") if "kernel" in jax.tree_util.keystr(path) and vocab % 2 == 0 else P()
+            return jax.device_put(array, NamedSharding(mesh, spec))
+
+        placed = jax.tree_util.tree_map_with_path(place, state)
+        x, data = jax.device_put((X, DATA), NamedSharding(mesh, P("fsdp")))
+        with jax.set_mesh(mesh):
+            grad = jax.jit(jax.grad(partial(loss, vocab_tiling_nnx_loss), (0, 1), allow_int=True))
+            jax.tree.map(close_unless_key, grad(placed, x, data), expected)
+
+
 def check_sharded_head(kind: AxisType) -> None:
     """Two devices divide the tokens, and two the vocabulary."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
@@ -455,6 +605,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "explicit sharding": partial(check_sharded_head, AxisType.Explicit),
     "automatic sharding": partial(check_sharded_head, AxisType.Auto),
     "levanter": check_levanter_on_devices,
+    "MaxText, explicit sharding": partial(check_maxtext_on_devices, AxisType.Explicit),
+    "MaxText, automatic sharding": partial(check_maxtext_on_devices, AxisType.Auto),
+    "MaxText, classes that are not divided": partial(check_maxtext_on_devices, AxisType.Auto, V + 1),
 }
 
 

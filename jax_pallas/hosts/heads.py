@@ -147,6 +147,20 @@ def head_arguments(
     return found | {"head_precision": head_precision}
 
 
+def check_no_adapter(layer: Any) -> None:
+    """Checks that a module of flax.nnx has no adapter, which a loss of its other parameters would not apply.
+
+    Raises:
+        TypeError: it has.
+    """
+    names = [name for name, value in vars(layer).items() if _is_variable(value, "LoRAParam")]
+    if names:
+        raise TypeError(
+            f"the head {_named(layer)} has an adapter, {', '.join(names)}, which the loss does not apply: leave the "
+            "head out of the modules that get one"
+        )
+
+
 def _parameters(head: Any) -> tuple[Any, Any, int, Any]:
     """Returns the weight, the bias, the vocab_axis and the dtype of a layer."""
     if isinstance(head, Mapping):
@@ -210,9 +224,9 @@ def _named(head: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _is_variable(value: Any) -> bool:
-    """Whether a value is a variable of flax.nnx."""
-    return any(_key(cls) == ("flax.nnx", "Variable") for cls in type(value).__mro__)
+def _is_variable(value: Any, name: str = "Variable") -> bool:
+    """Whether a value is a variable of flax.nnx, of the class with a name."""
+    return any(_key(cls) == ("flax.nnx", name) for cls in type(value).__mro__)
 
 
 def _value(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A check that a function of a host has the arguments that an adapter was written for."""
+"""Checks of the adapters: that a function of a host has the arguments that they were written for, and of options."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -26,3 +26,18 @@ def check_interface(
             f"{adapter} is tested with {tested}, got {installed}, whose {function.__name__} has the arguments "
             f"{', '.join(found)} in place of {', '.join(names)}"
         )
+
+
+def check_options(options: Mapping[str, Any], *names: str) -> None:
+    """Checks the options that a user gives an adapter.
+
+    Args:
+        options: by name.
+        names: of the arguments that the adapter passes.
+
+    Raises:
+        TypeError: an option is one of them.
+    """
+    for name in names:
+        if name in options:
+            raise TypeError(f"{name} is set by the adapter, got {name}={options[name]!r}")

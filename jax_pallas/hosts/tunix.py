@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_pallas import linear_ce, sharded
-from jax_pallas.hosts.heads import OF_MESH, head_arguments
-from jax_pallas.hosts.interface import check_interface
+from jax_pallas.hosts.heads import OF_MESH, check_no_adapter, head_arguments
+from jax_pallas.hosts.interface import check_interface, check_options
 
 try:
     import tunix
@@ -65,7 +65,7 @@ def loss_fn(head: Head | None = None, **options: Any) -> Callable[..., Any]:
         >>> trainer = PeftTrainer(model, optimizer, config).with_loss_fn(loss_fn())
     """
     _check(peft_trainer._default_loss_fn, DEFAULT_LOSS)
-    _check_options(options, "reduction", "normalizer", "token_weight")
+    check_options(options, "reduction", "normalizer", "token_weight")
 
     def loss(
         model: Any,
@@ -216,11 +216,8 @@ def _arguments(model: Any, head: Head | None, hidden: Array, options: dict[str, 
             f"{type(model).__module__}.{type(model).__name__}"
         )
     layer = found if isinstance(found, nnx.Module) else None
-    if layer is not None and nnx.to_flat_state(nnx.state(layer, nnx.LoRAParam)):
-        raise TypeError(
-            f"the head of {type(model).__name__}, {type(layer).__name__}, has LoRA parameters, which the loss does not "
-            "apply: leave it out of the modules that get an adapter"
-        )
+    if layer is not None:
+        check_no_adapter(layer)
     given = {name: options[name] for name in ("vocab_axis", "linear_bias", "head_precision") if name in options}
     name = type(layer).__name__
     if type(layer).__module__.startswith("tunix.models.") and name in ("Embedder", "Einsum"):
@@ -243,9 +240,3 @@ def _check(function: Callable[..., Any], names: tuple[str, ...]) -> None:
 
 def _version() -> str:
     return f"google-tunix {getattr(tunix, '__version__', 'of no version')}"
-
-
-def _check_options(options: dict[str, Any], *reserved: str) -> None:
-    for name in reserved:
-        if name in options:
-            raise TypeError(f"{name} is set by the adapter, got {name}={options[name]!r}")
