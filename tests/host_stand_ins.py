@@ -4,7 +4,7 @@ logits. Each function says which file of which version has its interface."""
 import enum
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,11 @@ def installed(*modules: ModuleType) -> Iterator[None]:
             if hasattr(hosts, name):
                 delattr(hosts, name)
         yield
+
+
+def jax_hosts() -> AbstractContextManager[None]:
+    """Makes all hosts of this file importable."""
+    return installed(*tunix(), *levanter(), *maxtext())
 
 
 def host(name: str) -> Any:
@@ -97,7 +102,7 @@ def tunix(version: str = "0.1.8") -> list[ModuleType]:
     if version != "0.1.7":
         vars(common).update(compute_chunked_logps=compute_chunked_logps)
         vars(utils).update(LossOutput=LossOutput, WeightedMetric=WeightedMetric)
-    trainer = module("tunix.sft.peft_trainer", _default_loss_fn=default_loss)
+    trainer = module("tunix.sft.peft_trainer", _default_loss_fn=default_loss, PeftTrainer=None)
     made = {"tunix": module("tunix", __path__=[], __version__=version)}
     made |= {one.__name__: one for one in packages("tunix.rl", "tunix.sft")}
     vars(made["tunix.rl"]).update(common=common)
@@ -294,7 +299,7 @@ def maxtext() -> list[ModuleType]:
         return summed(model.apply(params, hidden_states, True, "train", method=method), data, config)
 
     losses = {"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss, "vocab_tiling_linen_loss": vocab_tiling_linen_loss}
-    train = module("maxtext.trainers.pre_train.train", **losses)
+    train = module("maxtext.trainers.pre_train.train", main=None, **losses)
     tiling = module("maxtext.utils.vocabulary_tiling", **losses)
     parents = packages("maxtext", "maxtext.common", "maxtext.trainers", "maxtext.trainers.pre_train", "maxtext.utils")
     vars(parents[0]).update(__version__="0.2.4")

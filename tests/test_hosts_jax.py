@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_pallas
+from jax_pallas import linear_ce
 from jax_pallas.hosts.heads import head_arguments, head_cross_entropy
 
 D, V = 16, 40
@@ -513,7 +514,7 @@ def test_maxtext_in_16_bits_casts_as_its_output_layer() -> None:
             model = MaxTextModel(V, D, config, ONE_DEVICE)
             expected = jnp.float32 if expected is None else expected
             name = "linear_cross_entropy_with_stats"
-            with mock.patch.object(jax_pallas.linear_ce, name, side_effect=Called) as call, pytest.raises(Called):
+            with mock.patch.object(linear_ce, name, side_effect=Called) as call, pytest.raises(Called):
                 vocab_tiling_nnx_loss(model, X, DATA, config, True)
             arguments = call.call_args.kwargs
             assert (arguments["input"].dtype, arguments["linear_weight"].dtype) == (expected, expected)

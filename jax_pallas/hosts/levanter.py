@@ -20,7 +20,7 @@ from jax_pallas.hosts.interface import check_interface
 from jax_pallas.linear_ce import linear_log_probs, linear_token_loss_with_stats
 
 try:
-    from levanter.kernels.pallas.fused_cross_entropy_loss import api
+    from levanter.kernels.pallas.fused_cross_entropy_loss import api  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError("jax_pallas.hosts.levanter needs levanter: pip install marin-levanter") from error
 

@@ -27,10 +27,10 @@ try:
 except ImportError as error:
     raise ImportError("jax_pallas.hosts.maxtext needs MaxText: install it from its repository") from error
 from flax import linen
-from maxtext.common.common_types import ShardMode
-from maxtext.trainers.pre_train import train
-from maxtext.utils import vocabulary_tiling
-from maxtext.utils.sharding import create_sharding
+from maxtext.common.common_types import ShardMode  # pyright: ignore[reportMissingImports]
+from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
+from maxtext.utils import vocabulary_tiling  # pyright: ignore[reportMissingImports]
+from maxtext.utils.sharding import create_sharding  # pyright: ignore[reportMissingImports]
 
 TESTED = "MaxText 0.2.4 (commit e591f30)"
 NNX_LOSS = ("model", "hidden_states", "data", "config", "is_train")
@@ -216,9 +216,10 @@ def patch(**options: Any) -> Patch:
     check_options(options, *SET)
     unpatch()
     ours = {"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss, "vocab_tiling_linen_loss": vocab_tiling_linen_loss}
+    version = getattr(maxtext, "__version__", "of no version")
     for name, names in (("vocab_tiling_nnx_loss", NNX_LOSS), ("vocab_tiling_linen_loss", LINEN_LOSS)):
         host = getattr(vocabulary_tiling, name)
-        check_interface("jax_pallas.hosts.maxtext", TESTED, f"MaxText {maxtext.__version__}", host, names)
+        check_interface("jax_pallas.hosts.maxtext", TESTED, f"MaxText {version}", host, names)
     for name, function in ours.items():
         _replaced[name] = getattr(vocabulary_tiling, name)
         _set(name, _with_options(function, options))

@@ -28,8 +28,8 @@ try:
 except ImportError as error:
     raise ImportError("jax_pallas.hosts.tunix needs tunix: pip install google-tunix") from error
 from flax import nnx
-from tunix.rl import common
-from tunix.sft import peft_trainer, utils
+from tunix.rl import common  # pyright: ignore[reportMissingImports]
+from tunix.sft import peft_trainer, utils  # pyright: ignore[reportMissingImports]
 
 TESTED = "google-tunix 0.1.7 and 0.1.8 (commit c7d8950)"
 DEFAULT_LOSS = ("model", "input_tokens", "input_mask", "positions", "attention_mask", "images")
