@@ -1673,11 +1673,52 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
 
+OF_JAX_HOSTS = tests("hosts_jax", "not tunix and not levanter and not maxtext and not devices or another_interface")
+TUNIX, LEVANTER, MAXTEXT = (tests("hosts_jax", f"{host} and not devices") for host in ("tunix", "levanter", "maxtext"))
+MAXTEXT_DEVICES = tests("hosts_jax", "devices and MaxText")
+HOSTS_JAX = (
+    Mutation("jax_pallas/hosts/heads.py", '_DENSE = Layer("kernel", 1,', '_DENSE = Layer("kernel", 0,', OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/heads.py", 'if head_precision != "float32":', "if True:", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/heads.py", "dtype = of_layer if dtype is None else dtype", "pass", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/heads.py", " or present - {layer.weight, layer.bias}", "", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/heads.py", 'if set(head.variables) - {"params"}:', "if False:", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/heads.py", "is not getattr(base, layer.method)", "is None", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/interface.py", "if found != tuple(names):", "if False:", OF_JAX_HOSTS),
+    Mutation(
+        "jax_pallas/hosts/tunix.py", "attention_mask, **inputs)[:, :-1]", "attention_mask, **inputs)[:, 1:]", TUNIX
+    ),
+    Mutation("jax_pallas/hosts/tunix.py", 'arguments["softcap"] / temperature', 'arguments["softcap"]', TUNIX),
+    Mutation("jax_pallas/hosts/tunix.py", '.get("logit_scale", 1.0) / temp', '.get("logit_scale", 1.0) * temp', TUNIX),
+    Mutation("jax_pallas/hosts/tunix.py", "    common.compute_per_token_logps.clear_cache()\n", "", TUNIX),
+    Mutation("jax_pallas/hosts/tunix.py", "normalizer=jnp.sum(mask) + 1e-8", "normalizer=1.0", TUNIX),
+    Mutation("jax_pallas/hosts/tunix.py", 'of_model["softcap"] = getattr(', 'of_model["z"] = getattr(', TUNIX),
+    Mutation("jax_pallas/hosts/tunix.py", "        check_no_adapter(layer)\n", "        pass\n", TUNIX),
+    Mutation(
+        "jax_pallas/hosts/levanter.py", "return -found.log_prob, found.lse\n", "return -found.log_prob, 0\n", LEVANTER
+    ),
+    Mutation("jax_pallas/hosts/levanter.py", "    if default:\n", "    if False:\n", LEVANTER),
+    Mutation(
+        "jax_pallas/hosts/levanter.py", 'api._default_implementations = _replaced.pop("choice")', "pass", LEVANTER
+    ),
+    Mutation("jax_pallas/hosts/maxtext.py", "hidden.shape[-1] ** -0.5", "hidden.shape[-1] ** 0.5", MAXTEXT),
+    Mutation(
+        "jax_pallas/hosts/maxtext.py", 'data["targets_segmentation"] != 0', 'data["targets_segmentation"] != 1', MAXTEXT
+    ),
+    Mutation(
+        "jax_pallas/hosts/maxtext.py", '"z_loss_weight": config.z_loss_multiplier', '"z_loss_weight": 0.0', MAXTEXT
+    ),
+    Mutation("jax_pallas/hosts/maxtext.py", "config.final_logits_soft_cap or None", "None", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", "weight.astype(jnp.bfloat16).astype(hidden.dtype)", "weight", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", "jnp.float32 if config.logits_dot_in_fp32 else", "", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", "        classes = fsdp = ()\n", "        pass\n", MAXTEXT_DEVICES),
+    Mutation("jax_pallas/hosts/maxtext.py", "    setattr(train, name, function)", "    pass", MAXTEXT),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
     *HOSTS_TRANSFORMERS,
+    *HOSTS_JAX,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 
