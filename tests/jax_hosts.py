@@ -49,7 +49,7 @@ def worst(expected: Any, found: Any) -> float:
 def tunix_model(name: str, tied: bool) -> Any:
     """Returns a small model of tunix."""
     module = importlib.import_module(f"tunix.models.{name}.model")
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_layers": 1,
         "vocab_size": VOCAB,
         "num_embed": VOCAB,
