@@ -265,11 +265,24 @@ def test_a_patched_class_patches_its_models(llama: Any) -> None:
         patch(type(model))
 
 
-def test_a_forward_method_that_is_kept_after_unpatch_is_that_of_the_model(llama: Any) -> None:
-    patch(llama)
-    kept = llama.forward
-    unpatch(llama)
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_forward_method_that_is_kept_after_unpatch_is_that_of_the_model(llama: Any, of_class: bool) -> None:
+    with patch(type(llama) if of_class else llama):
+        kept = llama.forward
     assert kept(input_ids=tokens(), labels=tokens()).logits.shape == (2, 9, VOCABULARY)
+
+
+@pytest.mark.parametrize("of_copy", [False, True])
+def test_unpatch_leaves_copies_patched(llama: Any, of_copy: bool) -> None:
+    patch(llama)
+    models = [llama, copy.deepcopy(llama)]
+    unpatch(models[of_copy])
+    unpatched, patched = models[of_copy], models[not of_copy]
+    assert unpatched(input_ids=tokens(), labels=tokens()).logits.shape == (2, 9, VOCABULARY)
+    with pytest.raises(LogitsError):
+        _ = patched(input_ids=tokens(), labels=tokens()).logits.shape
+    unpatch(patched)
+    assert attributes(patched) == attributes(unpatched)
 
 
 def test_patch_without_a_model_patches_all_classes() -> None:
