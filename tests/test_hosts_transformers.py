@@ -184,6 +184,7 @@ USES: dict[str, Any] = {
     "slice": lambda logits: logits[:, -1],
     "sum": lambda logits: logits + 1,
     "factor": lambda logits: 2 * logits,
+    "comparison": lambda logits: logits != 0,
     "float": lambda logits: logits.float(),
     "cross_entropy": lambda logits: torch.nn.functional.cross_entropy(logits, tokens()),
     "len": len,
@@ -381,6 +382,7 @@ def test_what_is_refused_in_a_step(llama: Any) -> None:
 OPERATIONS: dict[str, Any] = {
     "a factor of type Tensor": lambda logits: logits * torch.ones(VOCABULARY),
     "+": lambda logits: logits + torch.ones(VOCABULARY),
+    "comparison": lambda logits: logits == 0,
     "masked_fill": lambda logits: logits.masked_fill(torch.ones(VOCABULARY) > 0, 0),
     "softmax": lambda logits: torch.softmax(logits, -1),
     "assignment to a slice": lambda logits: logits.__setitem__(0, 0),

@@ -317,7 +317,8 @@ class DeferredLogits:
     __len__ = _refused("len")
     __iter__ = _refused("iteration")
     __bool__ = _refused("bool")
-    __lt__ = __le__ = __gt__ = __ge__ = _refused("comparison")
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused("comparison")
+    __hash__ = object.__hash__
     __array__ = _refused("conversion to NumPy")
 
 
