@@ -1663,6 +1663,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", "linear_bias=self.bias, ", "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if start != 0 or step != 1", "if step != 1", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if sizes[-1] != self._classes:", "if False:", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if math.prod(sizes[:-1]) != ", "if 0 > ", HOSTS),
     Mutation("core_triton/hosts/deferred.py", " = __eq__ = __ne__", "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "source.hidden = None", "pass", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "or not self.training or", "or", HOSTS),

@@ -392,6 +392,9 @@ OPERATIONS: dict[str, Any] = {
     "the classes 3:61:1": lambda logits: logits[..., 3:],
     "to(torch.int64)": lambda logits: logits.to(torch.int64),
     "log_softmax": lambda logits: torch.nn.functional.log_softmax(logits, -1),
+    "view(-1,)": lambda logits: logits.view(-1),
+    "view(3, -1)": lambda logits: logits.view([3, -1]),
+    "view(torch.int32,)": lambda logits: logits.view(torch.int32),
     "cross_entropy of 3 dimensions": lambda logits: torch.nn.functional.cross_entropy(logits, tokens()),
 }
 
@@ -410,7 +413,7 @@ def test_a_custom_loss_function_of_supported_operations(llama: Any) -> None:
 
     def loss(logits: Any, labels: Any, **_: Any) -> Any:
         logits = 0.5 * torch.tanh(logits / 2.0).mul(3.0).div(0.5).to(torch.float32)
-        kept = logits[:, :-1][labels[:, 1:] % 2 == 0]
+        kept = logits.reshape(18, -1).view(2, 9, VOCABULARY)[:, :-1][labels[:, 1:] % 2 == 0]
         return torch.nn.functional.cross_entropy(
             kept, labels[:, 1:][labels[:, 1:] % 2 == 0], class_weights, label_smoothing=0.1
         )

@@ -230,9 +230,13 @@ class DeferredLogits:
 
     def view(self, *shape: Any) -> "DeferredLogits":
         hidden = self._hidden("view")
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if not sizes or not all(isinstance(size, int | torch.SymInt) for size in sizes):
             self._refuse(f"view{sizes}")
+        if sizes[-1] == -1:
+            if math.prod(sizes[:-1]) != hidden.shape[:-1].numel():
+                self._refuse(f"view{sizes}")
+            sizes = *sizes[:-1], self._classes
         if sizes[-1] != self._classes:
             raise ValueError(
                 f"{self._source.call.model_name} has {self._classes} classes in its head, but its loss has vocab_size "
