@@ -1671,6 +1671,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "            head.forward_call = None\n", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", 'if hasattr(head, "modules_to_save"):', "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "    installed.heads.add(head)\n", "", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "if head.forward_call.patch is installed:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "        self.on = False\n", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "isinstance(model, self.model_class)", "True", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),

@@ -379,6 +379,17 @@ def test_what_is_refused_in_a_step(llama: Any) -> None:
     assert llama(input_ids=tokens()).logits.shape == (2, 9, VOCABULARY)
 
 
+def test_a_call_with_labels_during_another_is_refused(llama: Any) -> None:
+    """Such as that of another thread, whose head would return logits when the first call has ended."""
+    loss_function = llama.loss_function
+    llama.loss_function = lambda **_: llama(input_ids=tokens(), labels=tokens()).loss
+    patch(llama)
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM was called with labels before another such call has ended"):
+        llama(input_ids=tokens(), labels=tokens())
+    llama.loss_function = loss_function
+    assert llama(input_ids=tokens(), labels=tokens()).loss > 0
+
+
 OPERATIONS: dict[str, Any] = {
     "a factor of type Tensor": lambda logits: logits * torch.ones(VOCABULARY),
     "+": lambda logits: logits + torch.ones(VOCABULARY),

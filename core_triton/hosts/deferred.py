@@ -28,12 +28,14 @@ class ForwardCall:
     """One forward call of a patched model: which options its losses have, and whether it has ended.
 
     Args:
+        patch: whose forward method is called.
         model_name: for messages.
         options: of `linear_cross_entropy`, for all its losses.
         how_to_get_logits: for the message of a use after the call.
     """
 
-    def __init__(self, model_name: str, options: dict[str, Any], how_to_get_logits: str) -> None:
+    def __init__(self, patch: object, model_name: str, options: dict[str, Any], how_to_get_logits: str) -> None:
+        self.patch = patch
         self.model_name = model_name
         self.options = options
         self.how_to_get_logits = how_to_get_logits

@@ -267,9 +267,14 @@ def _fused_forward(cls: type, options: dict[str, Any], installed: _Installed) ->
         if labels is None or not self.training or not installed.covers(self):
             return forward(self, *args, **kwargs)
         head = _fused_head(self, installed)
-        if head.forward_call is not None:  # a subclass calls the forward method of its base
-            return forward(self, *args, **kwargs)
-        call = ForwardCall(type(self).__name__, options, HOW_TO_GET_LOGITS)
+        if head.forward_call is not None:
+            if head.forward_call.patch is installed:
+                raise RuntimeError(
+                    f"{type(self).__name__} was called with labels before another such call has ended: threads cannot "
+                    "share a patched model that is trained"
+                )
+            return forward(self, *args, **kwargs)  # a subclass calls the forward method of its base
+        call = ForwardCall(installed, type(self).__name__, options, HOW_TO_GET_LOGITS)
         head.forward_call = call
         try:
             output = forward(self, *args, **kwargs)
