@@ -11,7 +11,11 @@ from linear_ce.__main__ import main
 
 
 @pytest.mark.parametrize("package", doctor.PACKAGES)
-def test_a_package_is_reported_and_checked(package: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_package_is_reported_and_checked(
+    package: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert main(["doctor", "--packages", package]) == 0
     printed = capfd.readouterr().out
     head, about, *plan, check = printed.partition("\n\n")[2].splitlines()
