@@ -84,7 +84,7 @@ def patch(model_or_class: Any = None, **options: Any) -> Patch:
     Args:
         model_or_class: a model, also one with adapters of peft; a class of models, for all its models; or None, for all
             classes in transformers' mapping of causal language models. Patch a model before torch.compile,
-            DistributedDataParallel, fully_shard or a Trainer gets it.
+            DistributedDataParallel or a Trainer gets it. `fully_shard` may come before or after.
         options: implementation, memory_budget, head_precision and batch_invariant of `linear_cross_entropy`.
 
     Returns:
