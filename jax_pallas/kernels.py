@@ -151,11 +151,12 @@ def halves_of(w: Array) -> tuple[Array, Array]:
     """Returns a float32 matrix as the sum of two bfloat16 matrices: (39). `problem.halves` does the same outside of
     kernels.
 
-    The bits are rounded, to even. XLA, which runs kernels on a CPU, would remove a conversion to bfloat16 and back.
+    The bits are rounded, to even. XLA, which runs kernels on a CPU, would remove a conversion to bfloat16 and back. NaN
+    is kept: the NaN of NVIDIA GPUs, 0x7FFFFFFF, would be rounded to -0.
     """
     bits = lax.bitcast_convert_type(w, jnp.int32)
     bits = bits + 0x7FFF + (lax.shift_right_logical(bits, jnp.full_like(bits, 16)) & 1)
-    high = lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32)
+    high = jnp.where(w == w, lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32), w)
     return high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16)
 
 

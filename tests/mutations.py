@@ -993,6 +993,7 @@ HEAD_FLOAT32 = (
         tests("jax_pallas_hopper_logits", "test_exponentials and options"),
     ),
     Mutation("jax_pallas/kernels.py", "halves_of(w)[: matmul.head_parts]:", "halves_of(w)[:1]:", JAX_SPLIT),
+    Mutation("jax_pallas/kernels.py", "jnp.where(w == w, lax.bitcast", "jnp.where(True, lax.bitcast", JAX_SPLIT),
     Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),
     Mutation("jax_pallas/head_rows.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
     Mutation(
