@@ -1654,6 +1654,9 @@ SCALE_OUT = (
     ),
 )  # fmt: skip
 
+DOCTOR = (
+    Mutation("linear_ce/doctor.py", "= 300, 128, 1088, 0", "= 300, 128, 1003, 0", tests("doctor", "kernels_of_the")),
+)
 HOSTS = tests("hosts_transformers", "not report")
 HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", "else self._scale * softcap,", "else self._scale,", HOSTS),
@@ -1683,6 +1686,7 @@ MUTATIONS = (
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
     *HOSTS_TRANSFORMERS,
+    *DOCTOR,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 
