@@ -992,8 +992,8 @@ HEAD_FLOAT32 = (
         "jnp.maximum(exponents, NO_PROBABILITY)",
         tests("jax_pallas_hopper_logits", "test_exponentials and options"),
     ),
-    Mutation("jax_pallas/kernels.py", "halves_of(w)[: matmul.head_parts]:", "halves_of(w)[:1]:", JAX_SPLIT),
-    Mutation("jax_pallas/kernels.py", "jnp.where(w == w, lax.bitcast", "jnp.where(True, lax.bitcast", JAX_SPLIT),
+    Mutation("jax_pallas/kernels.py", "halves_of(w) if matmul.head_parts == 2 else ", "", JAX_SPLIT),
+    Mutation("jax_pallas/kernels.py", "jnp.where(w == w, halves", "jnp.where(True, halves", JAX_SPLIT),
     Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),
     Mutation("jax_pallas/head_rows.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
     Mutation(
