@@ -164,8 +164,8 @@ def halves_of(w: Array) -> tuple[Array, Array]:
 
 
 def rounded_in_kernel(w: Array) -> Array:
-    """Returns a float32 matrix in bfloat16, as `problem.rounded` does outside of kernels. NaN is kept: `halves_of` rounds
-    that of NVIDIA GPUs, 0x7FFFFFFF, to -0."""
+    """Returns a float32 matrix in bfloat16, rounded as `problem.rounded` does outside of kernels. NaN is kept:
+    `halves_of` rounds that of NVIDIA GPUs, 0x7FFFFFFF, to -0."""
     return jnp.where(w == w, halves_of(w)[0], jnp.bfloat16(jnp.nan))
 
 

@@ -379,6 +379,11 @@ def test_what_is_refused_in_a_step(llama: Any) -> None:
     assert llama(input_ids=tokens()).logits.shape == (2, 9, VOCABULARY)
 
 
+def test_a_label_outside_of_the_vocabulary_makes_the_loss_nan(llama: Any) -> None:
+    patch(llama)
+    assert llama(input_ids=tokens(), labels=tokens() + VOCABULARY).loss.isnan()
+
+
 def test_a_call_with_labels_during_another_is_refused(llama: Any) -> None:
     """Such as that of another thread, whose head would return logits when the first call has ended."""
     loss_function = llama.loss_function
