@@ -31,6 +31,7 @@ PACKAGES = {
 }  # and what is public in submodules
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+COMMANDS = {"\\_": "_", "\\arg": "arg", "\\lfloor": "&#x230A;", "\\rfloor": "&#x230B;"}
 EQUATION = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
@@ -84,8 +85,13 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         except Exception as error:
             raise PluginError(f"{page.file.src_uri}: not rendered: {latex}: {error!r}") from error
 
-        # Browsers ignore this attribute, and the converter keeps backslashes of \\text.
-        return mathml.replace('<mi mathvariant="double-struck">R</mi>', "<mi>&#x211D;</mi>").replace("\\_", "_")
+        # Browsers ignore this attribute, and the converter keeps some commands.
+        mathml = mathml.replace('<mi mathvariant="double-struck">R</mi>', "<mi>&#x211D;</mi>")
+        for command, shown in COMMANDS.items():
+            mathml = mathml.replace(command, shown)
+        if "\\" in mathml:
+            raise PluginError(f"{page.file.src_uri}: not rendered: {latex}: {mathml}")
+        return mathml
 
     return EQUATION.sub(rendered, html)
 

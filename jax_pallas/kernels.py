@@ -132,8 +132,11 @@ def logits_tile(
             mask = (column < end)[None, :]  # `<`, from which the compiler sees that 8 columns go together
             w = load(w_ref, depth[:, None], column[None, :], mask=mask if within is None else mask & within[:, None])
         contract = (((1,), (1 - axis,)), ((), ()))
-        for half in [w] if w.dtype == x.dtype else halves_of(w)[: matmul.head_parts]:
-            raw = raw + lax.dot_general(x, half, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        parts = [w]
+        if w.dtype != x.dtype:
+            parts = halves_of(w) if matmul.head_parts == 2 else [rounded_in_kernel(w)]
+        for part in parts:
+            raw = raw + lax.dot_general(x, part, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         return raw
 
     logits = lax.fori_loop(0, pl.cdiv(hidden, tile.block_d), step, jnp.zeros((ROW_BLOCK, tile.block_v), jnp.float32))
@@ -151,12 +154,19 @@ def halves_of(w: Array) -> tuple[Array, Array]:
     """Returns a float32 matrix as the sum of two bfloat16 matrices: (39). `problem.halves` does the same outside of
     kernels.
 
-    The bits are rounded, to even. XLA, which runs kernels on a CPU, would remove a conversion to bfloat16 and back.
+    The bits are rounded, to even. XLA, which runs kernels on a CPU, would remove a conversion to bfloat16 and back. Of
+    NaN the first matrix may have another number, and the second one has NaN.
     """
     bits = lax.bitcast_convert_type(w, jnp.int32)
     bits = bits + 0x7FFF + (lax.shift_right_logical(bits, jnp.full_like(bits, 16)) & 1)
     high = lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32)
     return high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16)
+
+
+def rounded_in_kernel(w: Array) -> Array:
+    """Returns a float32 matrix in bfloat16, rounded as `problem.rounded` does outside of kernels. NaN is kept:
+    `halves_of` rounds that of NVIDIA GPUs, 0x7FFFFFFF, to -0."""
+    return jnp.where(w == w, halves_of(w)[0], jnp.bfloat16(jnp.nan))
 
 
 def slope(logits: Array, softcap: float) -> Array:

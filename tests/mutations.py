@@ -992,7 +992,8 @@ HEAD_FLOAT32 = (
         "jnp.maximum(exponents, NO_PROBABILITY)",
         tests("jax_pallas_hopper_logits", "test_exponentials and options"),
     ),
-    Mutation("jax_pallas/kernels.py", "halves_of(w)[: matmul.head_parts]:", "halves_of(w)[:1]:", JAX_SPLIT),
+    Mutation("jax_pallas/kernels.py", "halves_of(w) if matmul.head_parts == 2 else ", "", JAX_SPLIT),
+    Mutation("jax_pallas/kernels.py", "jnp.where(w == w, halves", "jnp.where(True, halves", JAX_SPLIT),
     Mutation("jax_pallas/kernels.py", "full_like(bits, 16)) & 1)", "full_like(bits, 16)) & 0)", JAX_SPLIT),
     Mutation("jax_pallas/head_rows.py", "part = jnp.where(vocab_chunk.fresh, part, 0)", "pass", JAX_SPLIT),
     Mutation(
@@ -1653,6 +1654,9 @@ SCALE_OUT = (
     ),
 )  # fmt: skip
 
+DOCTOR = (
+    Mutation("linear_ce/doctor.py", "= 300, 128, 1088, 0", "= 300, 128, 1003, 0", tests("doctor", "kernels_of_the")),
+)
 HOSTS = tests("hosts_transformers", "not report")
 HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", "else self._scale * softcap,", "else self._scale,", HOSTS),
@@ -1663,13 +1667,17 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", "linear_bias=self.bias, ", "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if start != 0 or step != 1", "if step != 1", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if sizes[-1] != self._classes:", "if False:", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if math.prod(sizes[:-1]) != ", "if 0 > ", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", " = __eq__ = __ne__", "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "source.hidden = None", "pass", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "or not self.training or", "or", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "if call.losses == 0:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "            head.forward_call = None\n", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", 'if hasattr(head, "modules_to_save"):', "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "    installed.heads.add(head)\n", "", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "if head.forward_call.patch is installed:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "        self.on = False\n", "", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "isinstance(model, self.model_class)", "True", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
 
@@ -1719,6 +1727,7 @@ MUTATIONS = (
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
     *HOSTS_TRANSFORMERS,
     *HOSTS_JAX,
+    *DOCTOR,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

@@ -3,15 +3,21 @@
 import subprocess
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import jax_pallas
 from linear_ce import doctor
 from linear_ce.__main__ import main
 
 
 @pytest.mark.parametrize("package", doctor.PACKAGES)
-def test_a_package_is_reported_and_checked(package: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_package_is_reported_and_checked(
+    package: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert main(["doctor", "--packages", package]) == 0
     printed = capfd.readouterr().out
     head, about, *plan, check = printed.partition("\n\n")[2].splitlines()
@@ -21,6 +27,17 @@ def test_a_package_is_reported_and_checked(package: str, capfd: pytest.CaptureFi
     assert plan[1] == "  implementation: chunked, no kernel for cpu devices"
     assert check.startswith("  check in float32: errors of loss ")
     assert ": passed in " in check
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "rtx4090"])
+def test_the_check_runs_the_kernels_of_the_plan(device: str) -> None:
+    plans = []
+    for n, d, v in (doctor.SHAPE, (doctor.TOKENS, doctor.HIDDEN, doctor.CLASSES)):
+        arrays: Any = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((n, d), (v, d)))
+        found = jax_pallas.explain(*arrays, device=device)
+        plans.append((found.name, found.plan.path, found.plan.d_weight_kernel))
+    assert plans[0] == plans[1]
+    assert plans[0][1] == "scaled_exp"
 
 
 @pytest.mark.parametrize("name", doctor.RESULTS)

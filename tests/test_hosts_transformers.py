@@ -184,6 +184,7 @@ USES: dict[str, Any] = {
     "slice": lambda logits: logits[:, -1],
     "sum": lambda logits: logits + 1,
     "factor": lambda logits: 2 * logits,
+    "comparison": lambda logits: logits != 0,
     "float": lambda logits: logits.float(),
     "cross_entropy": lambda logits: torch.nn.functional.cross_entropy(logits, tokens()),
     "len": len,
@@ -265,11 +266,24 @@ def test_a_patched_class_patches_its_models(llama: Any) -> None:
         patch(type(model))
 
 
-def test_a_forward_method_that_is_kept_after_unpatch_is_that_of_the_model(llama: Any) -> None:
-    patch(llama)
-    kept = llama.forward
-    unpatch(llama)
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_forward_method_that_is_kept_after_unpatch_is_that_of_the_model(llama: Any, of_class: bool) -> None:
+    with patch(type(llama) if of_class else llama):
+        kept = llama.forward
     assert kept(input_ids=tokens(), labels=tokens()).logits.shape == (2, 9, VOCABULARY)
+
+
+@pytest.mark.parametrize("of_copy", [False, True])
+def test_unpatch_leaves_copies_patched(llama: Any, of_copy: bool) -> None:
+    patch(llama)
+    models = [llama, copy.deepcopy(llama)]
+    unpatch(models[of_copy])
+    unpatched, patched = models[of_copy], models[not of_copy]
+    assert unpatched(input_ids=tokens(), labels=tokens()).logits.shape == (2, 9, VOCABULARY)
+    with pytest.raises(LogitsError):
+        _ = patched(input_ids=tokens(), labels=tokens()).logits.shape
+    unpatch(patched)
+    assert attributes(patched) == attributes(unpatched)
 
 
 def test_patch_without_a_model_patches_all_classes() -> None:
@@ -365,9 +379,26 @@ def test_what_is_refused_in_a_step(llama: Any) -> None:
     assert llama(input_ids=tokens()).logits.shape == (2, 9, VOCABULARY)
 
 
+def test_a_label_outside_of_the_vocabulary_makes_the_loss_nan(llama: Any) -> None:
+    patch(llama)
+    assert llama(input_ids=tokens(), labels=tokens() + VOCABULARY).loss.isnan()
+
+
+def test_a_call_with_labels_during_another_is_refused(llama: Any) -> None:
+    """Such as that of another thread, whose head would return logits when the first call has ended."""
+    loss_function = llama.loss_function
+    llama.loss_function = lambda **_: llama(input_ids=tokens(), labels=tokens()).loss
+    patch(llama)
+    with pytest.raises(RuntimeError, match="called with labels before another such call has ended"):
+        llama(input_ids=tokens(), labels=tokens())
+    llama.loss_function = loss_function
+    assert llama(input_ids=tokens(), labels=tokens()).loss > 0
+
+
 OPERATIONS: dict[str, Any] = {
     "a factor of type Tensor": lambda logits: logits * torch.ones(VOCABULARY),
     "+": lambda logits: logits + torch.ones(VOCABULARY),
+    "comparison": lambda logits: logits == 0,
     "masked_fill": lambda logits: logits.masked_fill(torch.ones(VOCABULARY) > 0, 0),
     "softmax": lambda logits: torch.softmax(logits, -1),
     "assignment to a slice": lambda logits: logits.__setitem__(0, 0),
@@ -377,6 +408,9 @@ OPERATIONS: dict[str, Any] = {
     "the classes 3:61:1": lambda logits: logits[..., 3:],
     "to(torch.int64)": lambda logits: logits.to(torch.int64),
     "log_softmax": lambda logits: torch.nn.functional.log_softmax(logits, -1),
+    "view(-1,)": lambda logits: logits.view(-1),
+    "view(3, -1)": lambda logits: logits.view([3, -1]),
+    "view(torch.int32,)": lambda logits: logits.view(torch.int32),
     "cross_entropy of 3 dimensions": lambda logits: torch.nn.functional.cross_entropy(logits, tokens()),
 }
 
@@ -395,7 +429,7 @@ def test_a_custom_loss_function_of_supported_operations(llama: Any) -> None:
 
     def loss(logits: Any, labels: Any, **_: Any) -> Any:
         logits = 0.5 * torch.tanh(logits / 2.0).mul(3.0).div(0.5).to(torch.float32)
-        kept = logits[:, :-1][labels[:, 1:] % 2 == 0]
+        kept = logits.reshape(18, -1).view(2, 9, VOCABULARY)[:, :-1][labels[:, 1:] % 2 == 0]
         return torch.nn.functional.cross_entropy(
             kept, labels[:, 1:][labels[:, 1:] % 2 == 0], class_weights, label_smoothing=0.1
         )

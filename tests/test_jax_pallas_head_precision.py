@@ -18,7 +18,7 @@ import jax_pallas
 from jax_pallas import head_rows, hopper_gradients, kernels, scaled_exp
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, MatrixLayout, PlanKey, make_plan
-from jax_pallas.problem import NeedsGrad, Problem, halves, plan_of
+from jax_pallas.problem import NeedsGrad, Problem, halves, plan_of, rounded
 from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import CAST_BYTES
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
@@ -49,6 +49,16 @@ def test_the_halves_have_sixteen_bits_of_a_weight(axis: int | None, jit: bool) -
     high, low = np.split(np.asarray(both.astype(jnp.float32), np.float64), 2, axis or 0)
     assert np.array_equal(high, np.asarray(jnp.asarray(w, jnp.bfloat16).astype(jnp.float32), np.float64))
     assert np.all(abs(high + low - w) <= 2.0**-17 * abs(w))
+
+
+@pytest.mark.parametrize("one", [kernels.rounded_in_kernel, partial(rounded, dtype=jnp.bfloat16)])
+def test_numbers_that_are_not_finite_are_rounded_to_themselves(one: Any) -> None:
+    """Of NaN, that of NVIDIA GPUs and of NumPy, and one whose first 16 bits are those of infinity."""
+    bits = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000], np.uint32)
+    w = bits.view(np.float32)
+    assert np.array_equal(np.asarray(one(jnp.asarray(w)), np.float32), w, equal_nan=True)
+    high, low = (np.asarray(half, np.float32) for half in kernels.halves_of(jnp.asarray(w)))
+    assert np.all(np.isnan(high + low)[:4])
 
 
 def test_errors_against_a_true_float32_head() -> None:

@@ -28,12 +28,14 @@ class ForwardCall:
     """One forward call of a patched model: which options its losses have, and whether it has ended.
 
     Args:
+        patch: whose forward method is called.
         model_name: for messages.
         options: of `linear_cross_entropy`, for all its losses.
         how_to_get_logits: for the message of a use after the call.
     """
 
-    def __init__(self, model_name: str, options: dict[str, Any], how_to_get_logits: str) -> None:
+    def __init__(self, patch: object, model_name: str, options: dict[str, Any], how_to_get_logits: str) -> None:
+        self.patch = patch
         self.model_name = model_name
         self.options = options
         self.how_to_get_logits = how_to_get_logits
@@ -230,9 +232,13 @@ class DeferredLogits:
 
     def view(self, *shape: Any) -> "DeferredLogits":
         hidden = self._hidden("view")
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if not sizes or not all(isinstance(size, int | torch.SymInt) for size in sizes):
             self._refuse(f"view{sizes}")
+        if sizes[-1] == -1:
+            if math.prod(sizes[:-1]) != hidden.shape[:-1].numel():
+                self._refuse(f"view{sizes}")
+            sizes = *sizes[:-1], self._classes
         if sizes[-1] != self._classes:
             raise ValueError(
                 f"{self._source.call.model_name} has {self._classes} classes in its head, but its loss has vocab_size "
@@ -317,7 +323,8 @@ class DeferredLogits:
     __len__ = _refused("len")
     __iter__ = _refused("iteration")
     __bool__ = _refused("bool")
-    __lt__ = __le__ = __gt__ = __ge__ = _refused("comparison")
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused("comparison")
+    __hash__ = object.__hash__
     __array__ = _refused("conversion to NumPy")
 
 

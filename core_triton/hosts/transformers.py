@@ -36,12 +36,18 @@ _of_all: dict[str, Any] = {}  # of `patch()`: its classes and PreTrainedModel.po
 
 
 class _Installed:
-    """A patch of a model or a class. It can be turned off, because others may keep its forward method after unpatch,
-    such as accelerate's autocast."""
+    """A patch of a model or a class. Others may keep its forward method after unpatch, such as accelerate's autocast.
+    That of a class is then off. That of a model is for models of the class that the model has until unpatch. A copy
+    has this class too, and stays patched when the model is unpatched."""
 
     def __init__(self) -> None:
         self.on = True
         self.heads: WeakSet[FusedHead] = WeakSet()  # that it changed
+        self.model_class: type | None = None  # of the patch of a model
+
+    def covers(self, model: PreTrainedModel) -> bool:
+        """Returns whether a model is patched."""
+        return self.on and (self.model_class is None or isinstance(model, self.model_class))
 
     def remove(self) -> None:
         self.on = False
@@ -78,7 +84,7 @@ def patch(model_or_class: Any = None, **options: Any) -> Patch:
     Args:
         model_or_class: a model, also one with adapters of peft; a class of models, for all its models; or None, for all
             classes in transformers' mapping of causal language models. Patch a model before torch.compile,
-            DistributedDataParallel, fully_shard or a Trainer gets it.
+            DistributedDataParallel or a Trainer gets it. `fully_shard` may come before or after.
         options: implementation, memory_budget, head_precision and batch_invariant of `linear_cross_entropy`.
 
     Returns:
@@ -139,9 +145,8 @@ def unpatch(model_or_class: Any = None) -> None:
                 if hasattr(cls, "unpatched")
                 else f"this {cls.__name__} is not patched"
             )
-        cls.installed.remove()
         model.__class__ = cls.unpatched
-        for module in model.modules():  # copies of the head, such as those of peft
+        for module in model.modules():  # the head, and copies of it, such as those of peft
             if isinstance(module, FusedHead):
                 _restore_head(module)
 
@@ -181,9 +186,8 @@ def _patch_model(model: PreTrainedModel, options: dict[str, Any]) -> None:
     _fused_head(model, installed)
     # Names of classes decide what transformers does, so this class has the name of the original.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    model.__class__ = type(
-        cls.__name__, (cls,), {**names, "forward": forward, "unpatched": cls, "installed": installed}
-    )
+    installed.model_class = type(cls.__name__, (cls,), {**names, "forward": forward, "unpatched": cls})
+    model.__class__ = installed.model_class
 
 
 def _patch_class(cls: type[PreTrainedModel], options: dict[str, Any]) -> None:
@@ -260,12 +264,17 @@ def _fused_forward(cls: type, options: dict[str, Any], installed: _Installed) ->
     @wraps(forward)
     def fused(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or not self.training or not installed.on:
+        if labels is None or not self.training or not installed.covers(self):
             return forward(self, *args, **kwargs)
         head = _fused_head(self, installed)
-        if head.forward_call is not None:  # a subclass calls the forward method of its base
-            return forward(self, *args, **kwargs)
-        call = ForwardCall(type(self).__name__, options, HOW_TO_GET_LOGITS)
+        if head.forward_call is not None:
+            if head.forward_call.patch is installed:
+                raise RuntimeError(
+                    f"{type(self).__name__} was called with labels before another such call has ended: threads cannot "
+                    "share a patched model that is trained"
+                )
+            return forward(self, *args, **kwargs)  # a subclass calls the forward method of its base
+        call = ForwardCall(installed, type(self).__name__, options, HOW_TO_GET_LOGITS)
         head.forward_call = call
         try:
             output = forward(self, *args, **kwargs)
