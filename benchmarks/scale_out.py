@@ -15,7 +15,8 @@ the Frobenius norm, those of one GPU beside them.
 
 The one GPU is the first. GPUs of one host differ in how fast they run at their power limit, and the slowest one
 determines `ms`. `--every-gpu` therefore measures the call of the one GPU on each GPU, one after the other:
-`one_gpu_ms_of_each`.
+`one_gpu_ms_of_each`. Each GPU is idle between these blocks, so its clock may be higher than in `one_gpu_ms`: compare
+them with each other.
 
 `--methods` measures other libraries too, each with the form that it has (benchmarks/scale_peers.py lists them). Rows of
 other libraries have `method`, and ours do not. The one GPU runs core_triton in their rows too, so that `speedup`

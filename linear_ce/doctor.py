@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from linear_ce.gpus import known_gpu
 from linear_ce.reference import LossResult, reference_loss, unfused
 from linear_ce.rounding import round_to
 
@@ -100,10 +101,11 @@ def of_torch() -> Package:
     import core_triton
 
     about = f"torch {torch.__version__}, triton {found('triton') or 'not installed'}\n  "
-    device, dtype = torch.device("cpu"), "float32"
+    device, dtype, name = torch.device("cpu"), "float32", None
     if torch.cuda.is_available():
         device, dtype = torch.device("cuda", 0), "bfloat16"
         gpu, count = torch.cuda.get_device_properties(device), torch.cuda.device_count()
+        name = known_gpu(gpu.name, 10 * gpu.major + gpu.minor)
         about += f"{count} NVIDIA GPU{'s, the first' if count > 1 else ''}: {gpu.name}, compute capability {gpu.major}."
         about += f"{gpu.minor}, {gpu.multi_processor_count} multiprocessors, {gpu.total_memory / 2**30:.0f} GiB"
     elif torch.version.cuda is None:
@@ -113,7 +115,9 @@ def of_torch() -> Package:
 
     def explain() -> Any:
         n, d, v = SHAPE
-        return core_triton.explain(*(torch.empty(one, dtype=torch.bfloat16, device=device) for one in ((n, d), (v, d))))
+        where = "cpu" if name is None else "meta"  # no memory of the GPU
+        x, w = (torch.empty(one, dtype=torch.bfloat16, device=where) for one in ((n, d), (v, d)))
+        return core_triton.explain(x, w, device=name)
 
     def compute(arrays: Arrays) -> list[np.ndarray]:
         x, w = (torch.tensor(one, dtype=getattr(torch, dtype), device=device) for one in arrays[:2])

@@ -441,6 +441,20 @@ def test_a_custom_loss_function_of_supported_operations(llama: Any) -> None:
         assert difference(step(llama, inputs), expected) <= TOLERANCE
 
 
+def test_class_weights_of_the_classes_of_a_slice(llama: Any) -> None:
+    class_weights = torch.linspace(0.5, 2, VOCABULARY - 2)
+
+    def loss(logits: Any, labels: Any, **_: Any) -> Any:
+        kept = logits[..., : VOCABULARY - 2].reshape(18, -1)
+        return torch.nn.functional.cross_entropy(kept, labels.flatten() % (VOCABULARY - 2), class_weights)
+
+    llama.loss_function = loss
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    expected = step(llama, inputs)
+    with patch(llama):
+        assert difference(step(llama, inputs), expected) <= TOLERANCE
+
+
 def test_another_version_of_transformers_is_refused(llama: Any) -> None:
     with (
         mock.patch.object(adapter().transformers, "__version__", "5.2.0"),

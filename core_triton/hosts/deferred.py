@@ -274,6 +274,8 @@ class DeferredLogits:
             )
         call, head = self._source.call, self._source.head
         softcap = self._softcap
+        if weight is not None and weight.shape == (self._classes,):  # the rows after a slice of the classes are padding
+            weight = functional.pad(weight, (0, head.out_features - self._classes))
         options = {
             "weight": weight,
             "reduction": reduction,
