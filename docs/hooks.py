@@ -27,7 +27,14 @@ PAGES = {
 }
 PACKAGES = {
     "core_triton": ("hosts.transformers.patch", "hosts.transformers.unpatch", "parallel.VocabParallel"),
-    "jax_pallas": (),
+    "jax_pallas": (
+        "hosts.heads.head_arguments",
+        "hosts.heads.head_cross_entropy",
+        "hosts.levanter.register",
+        "hosts.maxtext.patch",
+        "hosts.tunix.loss_fn",
+        "hosts.tunix.patch",
+    ),
 }  # and what is public in submodules
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
