@@ -31,7 +31,7 @@ help:
 	@echo "make test         set up, then run the quick CPU tests (10 minutes of CPU time)"
 	@echo "make test-slow    the cases that make test leaves out and that need no GPU"
 	@echo "make test-latest  the quick CPU tests with the newest torch, triton, jax and NumPy"
-	@echo "make test-mutations  break the code in some 250 places, one at a time: the quick tests must notice each"
+	@echo "make test-mutations  break the code in some 550 places, one at a time: the quick tests must notice each"
 	@echo "make parity       run the parity table on this machine"
 	@echo "make lint         ruff and pyright;  make format: let ruff rewrite"
 	@echo "make docs         set up, then build the documentation site in build/site; a broken link is an error"

@@ -552,18 +552,18 @@ class DInputKernel:
         d_blocks: blocks of D.
         vocab_axis: of w.
         kept: classes of the last step, where w goes on after them; 0: all.
-        splits_head: w is float32, and multiplied as the sum of two matrices of e's dtype: (39).
+        casts_head: w is float32, and multiplied as the sum of two matrices of e's dtype: (39).
         interpret: whether they run in Pallas' interpreter, on a CPU.
         first: some of e is in the memory of d_weight.
         smooths: the terms of label smoothing are added.
-        rounds: with `splits_head`, w is rounded to one matrix.
+        rounds: with `casts_head`, w is rounded to one matrix.
     """
 
     schedule: SplitKSchedule
     d_blocks: int
     vocab_axis: int
     kept: int
-    splits_head: bool
+    casts_head: bool
     interpret: bool
     first: FirstChunk | None = None
     smooths: bool = False
@@ -572,7 +572,7 @@ class DInputKernel:
     @property
     def piece(self) -> int:
         """Rows that are stored at a time: fewer where two numbers are held of each, so that no registers spill."""
-        return math.gcd(self.schedule.tile_rows, HALF // (1 + self.splits_head))
+        return math.gcd(self.schedule.tile_rows, HALF // (1 + self.casts_head))
 
     def tile_at(self, tile: Any) -> tuple[Any, Any]:
         """Returns the first row and column of D of a tile."""
@@ -699,12 +699,12 @@ def d_input_kernel(
 ) -> None:  # fmt: skip
     """Writes the rows of whole tiles, and the partial tiles of the others, (partial tiles, D_BLOCK, tile_rows)."""
     smooth, rest = (rest[:2], rest[2:]) if kernel.smooths else (None, rest)
-    low_ref, rest = (rest[0], rest[1:]) if kernel.splits_head else (None, rest)
+    low_ref, rest = (rest[0], rest[1:]) if kernel.casts_head else (None, rest)
     others_ref, rest = (rest[0], rest[1:]) if kernel.first is not None else (None, rest)
     part_ref, rest = (rest[0], rest[1:]) if kernel.schedule.partial_tiles else (None, rest)
     w_all, e_all, full, empty, buffers, came, *of_head = rest
     low = ()
-    if kernel.splits_head:
+    if kernel.casts_head:
         low_buffers, *of_head = of_head
         low = low_ref, views(low_buffers, interpret=kernel.interpret)
     ring, head, spare = rings_of(kernel, w_all, e_all, full, empty, *of_head)
@@ -767,15 +767,15 @@ def store_d_input(
     sizes = n, hidden, classes, most, programs()
     schedule = schedule or choose_schedule(*sizes, batch_invariant=batch_invariant)
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
-    splits_head = w.dtype != e.dtype
-    flags = splits_head, interpret, first, smooth is not None
+    casts_head = w.dtype != e.dtype
+    flags = casts_head, interpret, first, smooth is not None
     kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, *flags)
     # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.
     after = cdiv(n, schedule.tile_rows) * schedule.tile_rows - n
     factors = jnp.pad(rho, (0, after)), jnp.pad(theta, (0, after), constant_values=1.0)
     ref, start = jax.new_ref(held), jnp.asarray(start, jnp.int32)[None]
     buffers = two_views((2, kernel.piece, 64), e.dtype, interpret=interpret)
-    finishing = [buffers, plgpu.Barrier(num_arrivals=1 + splits_head, num_barriers=2), *[buffers] * splits_head]
+    finishing = [buffers, plgpu.Barrier(num_arrivals=1 + casts_head, num_barriers=2), *[buffers] * casts_head]
     scratch = [*ring_memory(kernel, e.dtype), *finishing, *head_memory(kernel, e.dtype)]
     rows_held: list[Any] = [ref]
     if smooth is not None:  # 0 in rows that are not in the chunk

@@ -45,14 +45,14 @@ def ring_memory(kernel: "DInputKernel", dtype: Any) -> list[Any]:
         two_views((STAGES, *shape, 64), dtype, interpret=kernel.interpret)
         for shape in ((2, STEP), (kernel.schedule.tile_rows,))
     ]
-    if kernel.splits_head:  # rows of 256 bytes are tiled for TMA too
+    if kernel.casts_head:  # rows of 256 bytes are tiled for TMA too
         rings[0] = plgpu.SMEM((HEAD_STAGES, 2, STEP, HALF), jnp.float32, transforms=transforms(HALF, 4))
-    return [*rings, *ring_barriers(1 if kernel.splits_head else 3)]
+    return [*rings, *ring_barriers(1 if kernel.casts_head else 3)]
 
 
 def head_memory(kernel: "DInputKernel", dtype: Any) -> list[Any]:
     """Returns the types of what a float32 head takes beside `ring_memory`; nothing for another head."""
-    if not kernel.splits_head:
+    if not kernel.casts_head:
         return []
     barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=HEAD_STAGES) for _ in range(2)]
     return barriers + [plgpu.SMEM((2, 2, HALF, STEP), dtype, transforms=transforms(STEP))] * kernel.interpret
@@ -65,7 +65,7 @@ def rings_of(
     that of the head, and memory in place of registers, (2, 2, HALF, STEP), for the interpreter, which multiplies only
     what is in memory."""
     e_views = views(e_all, interpret=kernel.interpret)
-    if not kernel.splits_head:
+    if not kernel.casts_head:
         return make_ring(views(w_all, interpret=kernel.interpret), e_views, full, empty), None, None
     w_full, w_empty, *spares = of_head
     ring, head = make_ring((None, None), e_views, full, empty), PairRing(w_all, w_all, w_full, w_empty)

@@ -136,7 +136,7 @@ def d_input_sum_kernel(
     """The fix-up: adds the partial tiles of a piece of a split tile, in order, and finishes it."""
     smooth, rest = (rest[:2], rest[2:]) if kernel.smooths else (None, rest)
     low = ()
-    if kernel.splits_head:
+    if kernel.casts_head:
         low = rest[0], views(rest[-1], interpret=kernel.interpret)
         rest = rest[1:-1]
     buffers, came = rest

@@ -56,12 +56,12 @@ class Package(NamedTuple):
 def main(packages: Sequence[str]) -> int:
     """Reports on `packages`; returns 1 if one that is installed fails, and otherwise 0."""
     system = f"Python {platform.python_version()}, {platform.platform()}"
-    print(f"linear-ce {found('linear-ce') or 'of a checkout'}, NumPy {found('numpy')}, {system}")
+    print(f"linear-ce {version_of('linear-ce') or 'of a checkout'}, NumPy {version_of('numpy')}, {system}")
     failed = False
     for package in packages:
         module = PACKAGES[package]
         print(flush=True)
-        if found(module) is None:
+        if version_of(module) is None:
             print(f'{package}: {module} is not installed: pip install "linear-ce[{module}]"')
             continue
         command = [sys.executable, "-c", f"from linear_ce import doctor; raise SystemExit(doctor.report({package!r}))"]
@@ -73,7 +73,7 @@ def main(packages: Sequence[str]) -> int:
     return int(failed)
 
 
-def found(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     """Returns the version of an installed distribution, or None."""
     try:
         return version(distribution)
@@ -83,7 +83,7 @@ def found(distribution: str) -> str | None:
 
 def report(name: str) -> int:
     """Prints what is known of a package; returns 1 if its check fails, and otherwise 0."""
-    package = of_torch() if name == "core_triton" else of_jax()
+    package = torch_package() if name == "core_triton" else jax_package()
     n, d, v = SHAPE
     plan = f"a call of {n:,} tokens, D {d:,}, V {v:,} in bfloat16, with gradients:\n{package.explain()}"
     print("\n  ".join([f"{name}: {package.about}", *plan.splitlines()]), flush=True)
@@ -95,12 +95,12 @@ def report(name: str) -> int:
     return int(wrong)
 
 
-def of_torch() -> Package:
+def torch_package() -> Package:
     import torch
 
     import core_triton
 
-    about = f"torch {torch.__version__}, triton {found('triton') or 'not installed'}\n  "
+    about = f"torch {torch.__version__}, triton {version_of('triton') or 'not installed'}\n  "
     device, dtype, name = torch.device("cpu"), "float32", None
     if torch.cuda.is_available():
         device, dtype = torch.device("cuda", 0), "bfloat16"
@@ -128,7 +128,7 @@ def of_torch() -> Package:
     return Package(about, dtype, explain, compute)
 
 
-def of_jax() -> Package:
+def jax_package() -> Package:
     import jax
     import jax.numpy as jnp
 
@@ -137,9 +137,9 @@ def of_jax() -> Package:
     devices = jax.devices()
     on_cpu = devices[0].platform == "cpu"
     dtype = "float32" if on_cpu else "bfloat16"
-    about = f"jax {jax.__version__}, jaxlib {found('jaxlib')}\n  {len(devices)} device"
+    about = f"jax {jax.__version__}, jaxlib {version_of('jaxlib')}\n  {len(devices)} device"
     about += f"{'s, the first' if len(devices) > 1 else ''}: {devices[0].device_kind} ({devices[0].platform})"
-    if on_cpu and found("jax-cuda13-plugin") is None:
+    if on_cpu and version_of("jax-cuda13-plugin") is None:
         about += '; on NVIDIA GPUs install "linear-ce[jax,cuda]"'
 
     def explain() -> Any:
@@ -168,13 +168,13 @@ def draw(dtype: str) -> Arrays:
 def exact_results(arrays: Arrays) -> list[np.ndarray]:
     """Returns `RESULTS` in float64."""
     x, w = arrays.input.astype(np.float64), arrays.linear_weight.astype(np.float64)
-    return of(reference_loss(x, w, arrays.target))
+    return results_of(reference_loss(x, w, arrays.target))
 
 
 def compare(arrays: Arrays, dtype: str, results: Sequence[np.ndarray]) -> tuple[bool, str]:
     """Returns whether results are wrong, and a line with their errors."""
     exact = exact_results(arrays)
-    usual = of(reference_loss(arrays.input, arrays.linear_weight, arrays.target, arithmetic=unfused(dtype)))
+    usual = results_of(reference_loss(arrays.input, arrays.linear_weight, arrays.target, arithmetic=unfused(dtype)))
 
     def errors(results: Sequence[np.ndarray]) -> list[float]:
         return [
@@ -187,5 +187,5 @@ def compare(arrays: Arrays, dtype: str, results: Sequence[np.ndarray]) -> tuple[
     return wrong, "errors of " + ", ".join(f"{name} {one:.1e}" for name, one in zip(RESULTS, ours, strict=True))
 
 
-def of(result: LossResult) -> list[np.ndarray]:
+def results_of(result: LossResult) -> list[np.ndarray]:
     return [np.asarray(getattr(result, name), np.float64) for name in RESULTS]

@@ -1716,7 +1716,7 @@ HOSTS_JAX = (
         "jax_pallas/hosts/maxtext.py", '"z_loss_weight": config.z_loss_multiplier', '"z_loss_weight": 0.0', MAXTEXT
     ),
     Mutation("jax_pallas/hosts/maxtext.py", "config.final_logits_soft_cap or None", "None", MAXTEXT),
-    Mutation("jax_pallas/hosts/maxtext.py", "weight.astype(jnp.bfloat16).astype(hidden.dtype)", "weight", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", "rounded(weight, jnp.bfloat16).astype(hidden.dtype)", "weight", MAXTEXT),
     Mutation("jax_pallas/hosts/maxtext.py", "jnp.float32 if config.logits_dot_in_fp32 else", "", MAXTEXT),
     Mutation("jax_pallas/hosts/maxtext.py", "        classes = fsdp = ()\n", "        pass\n", MAXTEXT_DEVICES),
     Mutation("jax_pallas/hosts/maxtext.py", "    setattr(train, name, function)", "    pass", MAXTEXT),

@@ -142,6 +142,23 @@ def test_each_tile_of_logits_goes_to_its_piece(
     assert not flag.any()
 
 
+def exponentials_of(
+    problem: Problem, x: torch.Tensor, w: torch.Tensor, target: torch.Tensor, active: int, run: Any, **options: Any
+) -> list[torch.Tensor]:
+    """Returns the exponentials, their sums over class blocks and the targets' logits by the Hopper kernel, which `run`
+    launches. What it does not write is NaN."""
+    e = torch.full((N, -(-len(w) // 8) * 8), torch.nan).bfloat16()
+    sums, target_logit = torch.full((-(-len(w) // CLASS_BLOCK), N), torch.nan), torch.full((N,), torch.nan)
+    found = {"target": target, "ref_exponent": torch.zeros(N), "target_logit": target_logit, "sums": sums}
+    found["flag"] = torch.zeros(2, dtype=torch.int32)
+    places: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
+    counted, stores = Active(torch.tensor(active, dtype=torch.int32), 0, 0), Stores(e[:, : len(w)])
+    switches: dict[str, Any] = {"statistics": 0, "of_logits": None, "hit": None, "e": stores}
+    with mock.patch.object(kernels, "launch", run):
+        hopper_logits.exponentials(problem, x, w, slice(0, len(w)), counted, **switches, **places, **options)
+    return [e, sums, target_logit]
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hidden", [8, 64, 72])
 def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
@@ -149,23 +166,8 @@ def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
     problem = problem_of(N, hidden, V, "cpu", 2**28)
     problem = replace(problem, plan=replace(ops.plan_of(problem), programs=2))
     x, w = (torch.randn(rows, hidden, generator=generator).bfloat16() for rows in (N, V))
-    sums, e = torch.full((-(-V // CLASS_BLOCK), N), torch.nan), torch.full((N, 704), torch.nan).bfloat16()
-    vectors = {"target": torch.full((N,), -1), "ref_exponent": torch.zeros(N), "target_logit": torch.zeros(N)}
-    found = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
-    places: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
-    with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
-        hopper_logits.exponentials(
-            problem,
-            x,
-            w,
-            slice(0, V),
-            Active(torch.tensor(N, dtype=torch.int32), 0, 0),
-            statistics=0,
-            of_logits=None,
-            hit=None,
-            e=Stores(e[:, :V]),
-            **places,
-        )
+    run = partial(hopper_in_numpy.run, MODULES, late=late)
+    e, sums, _ = exponentials_of(problem, x, w, torch.full((N,), -1), N, run)
     wanted = (x.float() @ w.float().T).exp()
     torch.testing.assert_close(e[:, :V].float(), wanted, rtol=4e-3, atol=0)
     torch.testing.assert_close(sums.sum(0), wanted.sum(1), rtol=1e-4, atol=0)
@@ -182,7 +184,7 @@ def test_logits_of_programs_that_begin_late(
     programs: int, active: int, tile_times: int, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tile is computed once, as without a collective: `run` notices elements that are written twice."""
-    hidden, v, blocks = 8, 1500, -(-1500 // CLASS_BLOCK)
+    hidden, v = 8, 1500
     generator = torch.Generator().manual_seed(0)
     problem = problem_of(N, hidden, v, "cpu", 2**28)
     problem = replace(problem, plan=replace(ops.plan_of(problem), programs=programs))
@@ -196,25 +198,7 @@ def test_logits_of_programs_that_begin_late(
         hopper_in_numpy.run(MODULES, *arguments, late=late, **options)
 
     def results(sent: float) -> list[torch.Tensor]:
-        e, sums = torch.full((N, 1504), torch.nan).bfloat16(), torch.full((blocks, N), torch.nan)
-        target_logit = torch.full((N,), torch.nan)
-        found = {"target": target, "ref_exponent": torch.zeros(N), "target_logit": target_logit}
-        found |= {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums}
-        places: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
-        with mock.patch.object(kernels, "launch", run):
-            hopper_logits.exponentials(
-                problem,
-                x,
-                w,
-                slice(0, v),
-                Active(torch.tensor(active, dtype=torch.int32), 0, 0),
-                statistics=0,
-                of_logits=None,
-                hit=None,
-                e=Stores(e[:, :v]),
-                sent=sent,
-                **places,
-            )
+        e, sums, target_logit = exponentials_of(problem, x, w, target, active, run, sent=sent)
         computed = -(-active // ROW_BLOCK) * ROW_BLOCK
         assert not sums[:, :computed].isnan().any()
         assert sums[:, computed:].isnan().all()

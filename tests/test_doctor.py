@@ -60,14 +60,14 @@ def test_a_failed_check_and_a_failed_process_are_the_exit_status(
     package = doctor.Package(
         "torch 2.11", "float32", lambda: "a plan", lambda arrays: [2 * one for one in doctor.exact_results(arrays)]
     )
-    monkeypatch.setattr(doctor, "of_torch", lambda: package)
+    monkeypatch.setattr(doctor, "torch_package", lambda: package)
     assert doctor.report("core_triton") == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "core_triton: torch 2.11"
     assert ": FAILED in " in printed[-1]
 
     installed: dict[str, Any] = {"jax": "0.11.2"}
-    monkeypatch.setattr(doctor, "found", installed.get)
+    monkeypatch.setattr(doctor, "version_of", installed.get)
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: subprocess.CompletedProcess([], 139))
     assert main([]) == 1
     printed = capsys.readouterr().out

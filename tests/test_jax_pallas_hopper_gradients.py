@@ -358,24 +358,27 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert smooth is not None or not float64(found)[own][(rho == 0) & (theta == 0)].any()
 
 
+def sums_of(sizes: Any, schedule: Any, e: Any, w: Any, *, counted: bool, **options: Any) -> Any:
+    """Returns `d_input_sums` of e and w. counted: the device knows how many of the rows of w are classes."""
+    options |= {"classes": sizes.classes, "vocab_axis": sizes.vocab_axis, "schedule": schedule}
+    count = None
+    if counted:
+        count, options["classes"] = jnp.int32(sizes.classes), sizes.vocab
+        e = jnp.pad(e, ((0, 0), (0, padded(sizes.vocab) - e.shape[1])))
+        if cdiv(sizes.vocab, STEP) != schedule.iters_per_tile:
+            del options["schedule"]
+    return d_input_sums(e, sizes.head(w), count, rows=sizes.rows, **options, interpret=True)
+
+
 @pytest.mark.parametrize("counted", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "split" else SLOW) for name in WAYS])
 def test_d_input_sums(name: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is counted, the device knows how many of the rows of w are classes."""
     sizes, many, schedule = WAYS[name]
     use_programs(monkeypatch, many)
     w, e = sizes.bfloat16(sizes.vocab, sizes.hidden), sizes.e()
     expected = float64(e)[: sizes.rows, : sizes.classes] @ float64(w)[: sizes.classes]
     w = replaced(w, np.s_[sizes.classes :], np.nan)
-    options: dict[str, Any] = {"classes": sizes.classes, "vocab_axis": sizes.vocab_axis, "schedule": schedule}
-    count = None
-    if counted:
-        count, options["classes"] = jnp.int32(sizes.classes), sizes.vocab
-        e = jnp.pad(e, ((0, 0), (0, padded(sizes.vocab) - e.shape[1])))
-        iters = cdiv(sizes.vocab, STEP)
-        if iters != schedule.iters_per_tile:
-            del options["schedule"]
-    found = d_input_sums(e, sizes.head(w), count, rows=sizes.rows, **options, interpret=True)
+    found = sums_of(sizes, schedule, e, w, counted=counted)
     assert found.dtype == jnp.float32
     assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
 
@@ -447,14 +450,7 @@ def test_d_input_sums_of_a_float32_head(
     parts = float64(halves(of_classes, jnp.bfloat16, 0)).reshape(2, sizes.classes, -1)
     expected = float64(e)[: sizes.rows, : sizes.classes] @ parts[: 2 - rounds].sum(0)
     w = replaced(w, np.s_[sizes.classes :], np.nan)
-    options: dict[str, Any] = {"classes": sizes.classes, "vocab_axis": sizes.vocab_axis, "schedule": schedule}
-    count = None
-    if counted:
-        count, options["classes"] = jnp.int32(sizes.classes), sizes.vocab
-        e = jnp.pad(e, ((0, 0), (0, padded(sizes.vocab) - e.shape[1])))
-        if cdiv(sizes.vocab, STEP) != schedule.iters_per_tile:
-            del options["schedule"]
-    found = d_input_sums(e, sizes.head(w), count, rows=sizes.rows, rounds=rounds, **options, interpret=True)
+    found = sums_of(sizes, schedule, e, w, counted=counted, rounds=rounds)
     assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
 
 

@@ -86,9 +86,8 @@ def head_cross_entropy(head: Any, input: Array, target: Array, **options: Any) -
         >>> nnx.grad(loss)(head).kernel.shape
         (16, 100)
     """
-    given = {name: options.pop(name) for name in ("vocab_axis", "linear_bias", "head_precision") if name in options}
-    package = sharded if any(name in options for name in OF_MESH) else linear_ce
-    return package.linear_cross_entropy(target=target, **head_arguments(head, input, **given), **options)
+    arguments = options | {"target": target} | head_arguments(head, input, **of_head(options))
+    return package_for(arguments).linear_cross_entropy(**arguments)
 
 
 def head_arguments(
@@ -145,6 +144,16 @@ def head_arguments(
         linear_bias = None if linear_bias is None else lax.convert_element_type(linear_bias, dtype)
     found = {"input": input, "linear_weight": array, "linear_bias": linear_bias, "vocab_axis": vocab_axis or 0}
     return found | {"head_precision": head_precision}
+
+
+def of_head(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a loss that `head_arguments` takes."""
+    return {name: options[name] for name in ("vocab_axis", "linear_bias", "head_precision") if name in options}
+
+
+def package_for(options: Mapping[str, Any]) -> Any:
+    """Returns the module whose functions take these options: `jax_pallas.sharded` if one names a mesh or its axes."""
+    return sharded if any(name in options for name in OF_MESH) else linear_ce
 
 
 def check_no_adapter(layer: Any) -> None:

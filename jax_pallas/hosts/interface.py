@@ -1,7 +1,8 @@
-"""Checks of the adapters: that a function of a host has the arguments that they were written for, and of options."""
+"""What adapters share: checks of a host's functions and of options, and what `patch` returns."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 
@@ -41,3 +42,18 @@ def check_options(options: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if name in options:
             raise TypeError(f"{name} is set by the adapter, got {name}={options[name]!r}")
+
+
+class Patch:
+    """What `patch` of an adapter returns. The end of its `with` block calls `unpatch`."""
+
+    def __init__(self, unpatch: Callable[[], None]) -> None:
+        self._unpatch = unpatch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._unpatch()

@@ -12,7 +12,6 @@ The interfaces are those of commit e591f30cbbf217ed67ef71263ec0538239f9c3b8 of g
 """
 
 import math
-from types import TracebackType
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from jax import Array
 
 from jax_pallas import linear_ce, sharded
 from jax_pallas.hosts.heads import check_no_adapter, head_arguments
-from jax_pallas.hosts.interface import check_interface, check_options
+from jax_pallas.hosts.interface import Patch, check_interface, check_options
+from jax_pallas.problem import rounded
 
 try:
     import maxtext
@@ -140,7 +140,7 @@ def _loss(
         arguments = head_arguments({"embedding": head}, hidden, head_precision=precision)
         weight = arguments["linear_weight"]
         if precision != "float32":  # the model rounds the embedding to bfloat16, in any dtype
-            arguments["linear_weight"] = weight.astype(jnp.bfloat16).astype(hidden.dtype)
+            arguments["linear_weight"] = rounded(weight, jnp.bfloat16).astype(hidden.dtype)
         if config.normalize_embedding_logits:
             arguments["logit_scale"] = hidden.shape[-1] ** -0.5
         arguments["softcap"] = config.final_logits_soft_cap or None
@@ -181,18 +181,6 @@ def _is_deterministic(config: Any, is_train: bool) -> bool:
     return not config.enable_dropout if is_train else True
 
 
-class Patch:
-    """What `patch` returns. The end of its `with` block undoes the patch."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        unpatch()
-
-
 def patch(**options: Any) -> Patch:
     """Makes MaxText's pre-training compute the loss of vocabulary tiling with the functions of this module.
 
@@ -223,7 +211,7 @@ def patch(**options: Any) -> Patch:
     for name, function in ours.items():
         _replaced[name] = getattr(vocabulary_tiling, name)
         _set(name, _with_options(function, options))
-    return Patch()
+    return Patch(unpatch)
 
 
 def unpatch() -> None:

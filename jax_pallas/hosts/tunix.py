@@ -13,15 +13,13 @@ c7d8950f12a9c55a976bf2e1a0d8b447d71c20b3 of github.com/google/tunix (0.1.8).
 
 import inspect
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from jax_pallas import linear_ce, sharded
-from jax_pallas.hosts.heads import OF_MESH, check_no_adapter, head_arguments
-from jax_pallas.hosts.interface import check_interface, check_options
+from jax_pallas.hosts.heads import check_no_adapter, head_arguments, of_head, package_for
+from jax_pallas.hosts.interface import Patch, check_interface, check_options
 
 try:
     import tunix
@@ -80,7 +78,7 @@ def loss_fn(head: Head | None = None, **options: Any) -> Callable[..., Any]:
         target, mask = input_tokens[:, 1:], input_mask[:, 1:]
         arguments = _arguments(model, head, hidden, options)
         arguments |= {"target": target, "token_weight": mask.astype(jnp.float32)}
-        package = sharded if any(name in arguments for name in OF_MESH) else linear_ce
+        package = package_for(arguments)
         if not hasattr(utils, "LossOutput"):
             return package.linear_cross_entropy(**arguments, normalizer=jnp.sum(mask) + 1e-8)
         total = package.linear_cross_entropy(**arguments, reduction="sum")
@@ -125,21 +123,8 @@ def compute_chunked_logps(
         arguments["logit_scale"] = arguments.get("logit_scale", 1.0) / temperature
         if arguments.get("softcap") is not None:  # c / t * tanh(z / c) is the softcap c / t of z / t
             arguments["softcap"] = arguments["softcap"] / temperature
-    package = sharded if any(name in arguments for name in OF_MESH) else linear_ce
-    found = package.linear_log_probs(**arguments)
+    found = package_for(arguments).linear_log_probs(**arguments)
     return (found.log_prob, found.entropy) if return_entropy else found.log_prob
-
-
-class Patch:
-    """What `patch` returns. The end of its `with` block undoes the patch."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        unpatch()
 
 
 def patch(head: Head | None = None, **options: Any) -> Patch:
@@ -173,7 +158,7 @@ def patch(head: Head | None = None, **options: Any) -> Patch:
     if not _replaced:
         _replaced.append(host)
     _set(compute_chunked)
-    return Patch()
+    return Patch(unpatch)
 
 
 def unpatch() -> None:
@@ -218,7 +203,7 @@ def _arguments(model: Any, head: Head | None, hidden: Array, options: dict[str, 
     layer = found if isinstance(found, nnx.Module) else None
     if layer is not None:
         check_no_adapter(layer)
-    given = {name: options[name] for name in ("vocab_axis", "linear_bias", "head_precision") if name in options}
+    given = of_head(options)
     name = type(layer).__name__
     if type(layer).__module__.startswith("tunix.models.") and name in ("Embedder", "Einsum"):
         of_tunix: Any = layer
