@@ -71,8 +71,6 @@ class Tiling(NamedTuple):
 
     w_by_class: Any  # w is stored as (V, D), not (D, V)
     block_v: Any
-    late: Any  # programs and rounds of a `collectives.LateStart`
-    rounds: Any
 
 
 @gluon.jit
@@ -83,47 +81,15 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def first_number(LATE: gl.constexpr, rounds):
-    """Returns the first number of this program, for `numbered_tile`: a late one, of the last LATE, begins `rounds`
-    later."""
-    first = gl.program_id(0)
-    if LATE > 0:
-        first += gl.where(first < gl.num_programs(0) - LATE, 0, rounds * gl.num_programs(0))
-    return first
-
-
-@gluon.jit
-def numbered_tile(number, LATE: gl.constexpr, rounds):
-    """Returns the tile of a number. A round has as many numbers as there are programs, and each of the first `rounds`
-    has a tile for all but the last LATE of them."""
-    if LATE > 0:
-        number -= LATE * gl.minimum(number // gl.num_programs(0), rounds)
-    return number
-
-
-@gluon.jit
-def rounds_within(row_blocks, class_blocks, LATE: gl.constexpr, ROUNDS: gl.constexpr):
-    """Returns ROUNDS, or fewer if the tiles, whose number depends on the active rows, are not enough for so many rounds
-    without the last LATE programs."""
-    rounds = ROUNDS
-    if LATE > 0:
-        rounds = gl.minimum(row_blocks * class_blocks // (gl.num_programs(0) - LATE), ROUNDS)
-    return rounds
-
-
-@gluon.jit
 def load_tiles(x_desc, w_desc, ring, sizes, tiling):
     """The loading warp: loads the steps of all tiles of this program into the ring."""
     STAGES: gl.constexpr = ring.b.shape[0]
     HALF: gl.constexpr = ring.a.shape[1]
     BLOCK_D: gl.constexpr = ring.a.shape[2]
     row_blocks, class_blocks = gl.cdiv(sizes.active, 2 * HALF), gl.cdiv(sizes.classes, tiling.block_v)
-    rounds = rounds_within(row_blocks, class_blocks, tiling.late, tiling.rounds)
     stage = 0
     phase = 0
-    more = tiling.late * rounds
-    for number in range(first_number(tiling.late, rounds), row_blocks * class_blocks + more, gl.num_programs(0)):
-        tile = numbered_tile(number, tiling.late, rounds)
+    for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF), class_block * tiling.block_v
         for k in range(0, sizes.hidden, BLOCK_D):

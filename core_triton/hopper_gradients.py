@@ -29,18 +29,15 @@ from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
     NOT_SPECIALIZED,
-    first_number,
     make_buffers,
     make_ring,
     next_stage,
-    numbered_tile,
 )
 from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
-from linear_ce.chunk_cost import d_weight_tile_ns
 from linear_ce.collectives import BLOCKS, late_start
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import share_added_in_l2
@@ -60,6 +57,24 @@ def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
     """Adds a block in shared memory to memory: TMA's reduction, in L2. Gluon has only `async_copy_shared_to_global`."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def first_number(LATE: gl.constexpr, ROUNDS: gl.constexpr):
+    """Returns the first number of this program, for `tile_of`: a late one, of the last LATE, begins ROUNDS later."""
+    first = gl.program_id(0)
+    if ROUNDS > 0:
+        first += gl.where(first < gl.num_programs(0) - LATE, 0, ROUNDS * gl.num_programs(0))
+    return first
+
+
+@gluon.jit
+def tile_of(number, LATE: gl.constexpr, ROUNDS: gl.constexpr):
+    """Returns the tile of a number. A round has as many numbers as there are programs, and each of the first ROUNDS
+    has a tile for all but the last LATE of them."""
+    if ROUNDS > 0:
+        number -= LATE * gl.minimum(number // gl.num_programs(0), ROUNDS)
+    return number
 
 
 @gluon.jit
@@ -85,7 +100,7 @@ def load_d_weight(
     phase = 0
     if active > 0:
         for number in range(first_number(LATE, ROUNDS), tiles + LATE * ROUNDS, gl.num_programs(0)):
-            tile = numbered_tile(number, LATE, ROUNDS)
+            tile = tile_of(number, LATE, ROUNDS)
             d, v = (tile % d_blocks) * (2 * HALF), class_of((tile // d_blocks) * BLOCK_V, of_shards)
             for part in gl.static_range(PARTS):
                 for step in range(part * part_steps, steps if part == PARTS - 1 else (part + 1) * part_steps):
@@ -189,7 +204,7 @@ def d_weight_warpgroup(
     done = (zeros, zeros) if FIRST > 0 else (zeros, zeros, zeros, zeros)
     if active > 0:
         for number in range(first_number(LATE, ROUNDS), tiles + LATE * ROUNDS, gl.num_programs(0)):
-            tile = numbered_tile(number, LATE, ROUNDS)
+            tile = tile_of(number, LATE, ROUNDS)
             acc = gl.zeros([HALF, BLOCK_V], gl.float32, layout)
             old = ()
             for part in gl.static_range(PARTS):
@@ -317,8 +332,8 @@ def add_d_weight(
     step, half, block_v = tile_config.D_WEIGHT_STEP, tile_config.D_BLOCK // 2, tile_config.CLASS_BLOCK
     tiles = cdiv(hidden, tile_config.D_BLOCK) * cdiv(classes, block_v)
     programs = min(tiles, plan_of(problem).programs)
-    tile_ns = d_weight_tile_ns(COEFFICIENTS[plan_of(problem).gpu, "torch"], n, block_v)
-    late = late_start(sent, tile_ns, tiles, programs=programs)
+    of_gpu = {"programs": programs, "coefficients": COEFFICIENTS[plan_of(problem).gpu, "torch"]}
+    late = late_start(sent, n, tiles, classes=block_v, **of_gpu)
     launch(
         d_weight_kernel,
         (programs,),

@@ -35,7 +35,6 @@ from core_triton.hopper_common import (
     Tiling,
     fill_buffer,
     finish,
-    first_number,
     load_tiles,
     make_buffers,
     make_ring,
@@ -43,8 +42,6 @@ from core_triton.hopper_common import (
     multiply_rest,
     multiply_step,
     next_stage,
-    numbered_tile,
-    rounds_within,
     store_quarter,
 )
 from core_triton.kernels import (
@@ -65,11 +62,8 @@ from core_triton.kernels import (
     slope,
     tile_of,
 )
-from core_triton.launch import At, cdiv
+from core_triton.launch import At
 from core_triton.problem import Problem, plan_of
-from linear_ce.chunk_cost import logits_tile_ns
-from linear_ce.collectives import late_start
-from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.statistics import BY_ROW
 
 # A tile's steps are in parts. Between parts a quarter of the exponentials of the tile before is stored.
@@ -239,10 +233,7 @@ def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tilin
         if len(others) != 0:
             first_row += OUTSIDE
         done = Done((zeros, zeros, zeros, zeros), first_row, class_blocks * tiling.block_v)
-    rounds = rounds_within(row_blocks, class_blocks, tiling.late, tiling.rounds)
-    more = tiling.late * rounds
-    for number in range(first_number(tiling.late, rounds), row_blocks * class_blocks + more, gl.num_programs(0)):
-        tile = numbered_tile(number, tiling.late, rounds)
+    for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
         raw, stage, phase = multiply_first(ring, stage, phase, layout, WHICH, tiling)
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
@@ -306,14 +297,13 @@ def exponentials_kernel(
     target_logit_ptr, hit_ptr, count_ptr, start, least, piece, piece_rows,
     first_class, rows, hidden, classes, group, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr = 0,
-    ROUNDS: gl.constexpr = 0,
+    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.exponentials_kernel` for the row blocks that hold one of the first count - start rows, but at least
-    `least` rows. LATE and ROUNDS are those of a `collectives.LateStart`."""
+    `least` rows."""
     head = Head(bias_ptr, scale, softcap)
     sizes = Sizes(first_class, rows, active_rows(count_ptr, start, least, rows), hidden, classes, group)
-    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V, LATE, ROUNDS)
+    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V)
     switches: gl.constexpr = ExponentialsSwitches(HAS_BIAS, HAS_SOFTCAP, STORES, STATISTICS)
     io = ExponentialsIO(target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr)
     ring = make_ring(x_desc, w_desc, STAGES)
@@ -350,14 +340,11 @@ def exponentials(
     target_logit: At,
     e: Stores,
     hit: At | None,
-    sent: float = 0.0,
 ) -> None:
-    """Launches `exponentials_kernel`. `sent`: bytes that this GPU sends meanwhile."""
+    """Launches `exponentials_kernel`."""
     first, others, *place = e
     pointers = target, ref_exponent, flag, sums, of_logits, target_logit, hit, *active, *place
     switches = {"STORES": first is not None, "STATISTICS": statistics}
-    if sent:
-        switches |= _late_start(problem, x, vocab_chunk, sent)
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, _blocks(problem))
 
 
@@ -457,7 +444,7 @@ def statistics_kernel(
     """`kernels.statistics_kernel`."""
     head = Head(bias_ptr, scale, softcap)
     sizes = Sizes(first_class, rows, rows, hidden, classes, group)
-    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V, 0, 0)
+    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V)
     switches: gl.constexpr = StatisticsSwitches(HAS_BIAS, HAS_SOFTCAP, WEIGHTED, STATISTICS)
     io = StatisticsIO(
         class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr, target_logit_ptr
@@ -574,7 +561,7 @@ def d_logits_kernel(
     """`kernels.d_logits_kernel`."""
     head = Head(bias_ptr, scale, softcap)
     sizes = Sizes(first_class, rows, rows, hidden, classes, group)
-    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V, 0, 0)
+    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V)
     switches: gl.constexpr = DLogitsSwitches(HAS_BIAS, HAS_SOFTCAP, HAS_BETA, HAS_SIGMA)
     io = DLogitsIO(class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr, beta_ptr, sigma_ptr)
     ring = make_ring(x_desc, w_desc, STAGES)
@@ -610,16 +597,6 @@ def d_logits(
     pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
     switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
     launch_tiles(d_logits_kernel, problem, x, w, vocab_chunk, (result,), pointers, switches, _blocks(problem))
-
-
-def _late_start(problem: Problem, x: Tensor, vocab_chunk: slice, sent: float) -> dict[str, int]:
-    """Returns the constexprs of a kernel of logits beside a collective for which this GPU sends so many bytes."""
-    plan, classes = plan_of(problem), vocab_chunk.stop - vocab_chunk.start
-    assert plan.tile is not None
-    tiles = cdiv(len(x), plan.tile.block_n) * cdiv(classes, plan.tile.block_v)
-    tile_ns = logits_tile_ns(COEFFICIENTS[plan.gpu, "torch"], x.shape[1], plan.tile.block_v)
-    late = late_start(sent, tile_ns, tiles, programs=min(tiles, plan.programs))
-    return {"LATE": late.programs, "ROUNDS": late.rounds} if late.rounds else {}
 
 
 def _blocks(problem: Problem) -> TileBlocks:

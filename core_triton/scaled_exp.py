@@ -321,11 +321,8 @@ def _run(
         least = int(first or sends or saved_e is not None)
         if (d_weight is not None or saved_e is not None) and not plan.d_weight_kernel:
             least = n
-        active, sent = Active(source.count, start, least), 0.0
-        # Where the rows of float16 were placed or the head is copied first, most of the gather ends before the logits.
-        if gathered is not None and not plan.fits_float16 and not plan.casts_head:
-            sent = gathered.sent
-        blocks = _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, active, statistics, sent)
+        active = Active(source.count, start, least)
+        blocks = _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, active, statistics)
         numbers = ChunkNumbers(
             problem,
             config.blocks,
@@ -485,10 +482,9 @@ def _store_exponentials(
     scratch: Tensor,
     active: Active,
     statistics: int,
-    sent: float,
 ) -> int:
     """Writes a chunk's exponentials e, if not None, their sums over each class block, and the targets' logits. Returns
-    the number of class blocks. `sent`: bytes that this GPU sends meanwhile.
+    the number of class blocks.
 
     The sums (blocks, n) are at the start of `scratch`. The statistics of each class block follow. Row blocks whose sums
     leave the range are computed again with reference exponents from their largest logits. The host does not know which
@@ -522,7 +518,7 @@ def _store_exponentials(
             place = number * half_tiles(problem, config.rows)
             hit = None if rows.hit is None else At(rows.hit.view(torch.int8), place)
             hopper_logits.exponentials(
-                problem, x, head_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit, sent=sent
+                problem, x, head_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
             )
         else:
             module = ampere_logits if plan.ampere_tile is not None else kernels

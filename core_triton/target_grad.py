@@ -243,8 +243,7 @@ def part_targets_kernel(
     """Adds theta * input to the targets' places of a part, sum (ranks * n, D) float32, which are `first` and more.
 
     Reads rows sorted by place, of which this part has those from bound (2,) int32 to the next one, and input (N, D).
-    `target_rows_kernel` says how a run of equal places is summed. A program owns positions, and BLOCK_D
-    columns.
+    `target_rows_kernel` says how a run of equal places is summed. A program owns positions, and BLOCK_D columns.
     """
     column, last = tl.program_id(1) * BLOCK_D, tl.load(bound_ptr + 1)
     start_ptr = sum_ptr - tl.cast(first, tl.int64) * hidden

@@ -98,7 +98,6 @@ class GatheredChunk(NamedTuple):
     problem: Problem  # input (n, D) has these rows
     rows: PackedRows  # `order` is the row of that input for each packed row, and `count` that of `kernels.Active`
     chunk: slice
-    sent: float = 0.0  # bytes that this rank sends for the chunk after it, beside the logits of this one
 
 
 class TokenSlices:
@@ -169,12 +168,9 @@ class TokenSlices:
         logit, work = self.sums
         work.wait()
         shard_rows.place(self.rows, chunk, logit)
-        gathered = self._of(number)
         if number:
             self.gather = self._start_gather(number - 1)
-            size = self._of(number - 1).problem.input.nbytes
-            gathered = gathered._replace(sent=vocab_shard.sent_by_sum(self.shard.ranks, size, of_own=True))
-        return gathered
+        return self._of(number)
 
     def place_after(self, gathered: GatheredChunk) -> None:
         """Starts the sum of the target logits of the chunk after this one, whose rows must have arrived."""
@@ -184,7 +180,7 @@ class TokenSlices:
 
     def _place(self, number: int) -> None:
         self.gather.wait()
-        problem, rows, chunk, _ = self._of(number)
+        problem, rows, chunk = self._of(number)
         packed_rows.pick(problem, rows, chunk.start, chunk.stop - chunk.start, None)
         logit = shard_rows.own_target_logits(rows, chunk)
         self.sums = logit, vocab_shard.start_all_sum(logit, self.shard.group)

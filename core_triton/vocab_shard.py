@@ -89,8 +89,7 @@ def sum_of_d_input(shard: VocabShard, d_input: Tensor) -> Tensor:
 
 
 def sent_by_sum(ranks: int, size: float, *, of_own: bool) -> float:
-    """Returns the bytes that each rank sends for a sum of `size` bytes, or with `of_own` for that of its own rows. To
-    gather `size` bytes it sends as many as for the latter."""
+    """Returns the bytes that each rank sends for a sum of `size` bytes, or with `of_own` for that of its own rows."""
     return (1 if of_own else 2) * (ranks - 1) / ranks * size
 
 

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_pallas.tile_config import CLASS_BLOCK, HALF, ROW_BLOCK, STEP
-from linear_ce.collectives import LateStart
 
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a matmul's accumulator
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one for each column
@@ -73,26 +72,6 @@ STAGES = 4  # steps that are loaded ahead: 163,840 bytes. A stage's number is a 
 
 def slot_of(number: Any) -> Any:
     return number & (STAGES - 1)
-
-
-def first_round(late: LateStart, program: Any, programs: int) -> Any:
-    """Returns the round of the first tile of a program: 0, or `late.rounds` of the last programs."""
-    return jnp.where(program < programs - late.programs, 0, late.rounds) if late.rounds else 0
-
-
-def end_of_rounds(late: LateStart, program: Any, programs: int, tiles: Any) -> Any:
-    """Returns the round after that of the last tile of a program."""
-    if late.rounds:
-        tiles += late.programs * late.rounds
-    return lax.div(tiles - program + programs - 1, programs)
-
-
-def tile_of_round(late: LateStart, program: Any, programs: int, number: Any) -> Any:
-    """Returns the tile of a program in a round. In the first `late.rounds` the last programs have none."""
-    tile = program + number * programs
-    if late.rounds:
-        tile -= late.programs * jnp.minimum(number, late.rounds)
-    return tile
 
 
 class Ring(NamedTuple):

@@ -35,8 +35,6 @@ from jax_pallas.hopper_common import (
     as_roles,
     clear_after,
     either,
-    end_of_rounds,
-    first_round,
     in_pieces,
     make_ring,
     over_steps,
@@ -46,7 +44,6 @@ from jax_pallas.hopper_common import (
     ring_barriers,
     run_kernel,
     slot_of,
-    tile_of_round,
     transforms,
     two_views,
     views,
@@ -72,7 +69,6 @@ from jax_pallas.input_grad import (
     work_unit_of,
 )
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
-from linear_ce.chunk_cost import d_weight_tile_ns
 from linear_ce.collectives import AT_ONCE, LateStart, late_start
 from linear_ce.cost_coefficients import COEFFICIENTS
 
@@ -193,8 +189,10 @@ class DWeightProgram(NamedTuple):
     def tile_at(self, index: Any) -> tuple[Any, Any]:
         """Returns the first column of D and class; the blocks of D come first, so that e is read once and x stays in
         L2."""
-        number, of_program = self.first_round + index, (self.kernel.late, self.program, self.kernel.programs)
-        tile = tile_of_round(*of_program, number)
+        late, number = self.kernel.late, self.first_round + index
+        tile = self.program + number * self.kernel.programs
+        if late.rounds:
+            tile -= late.programs * jnp.minimum(number, late.rounds)
         return lax.rem(tile, self.kernel.d_blocks) * D_BLOCK, lax.div(tile, self.kernel.d_blocks) * BLOCK_V
 
     def old_slot(self, index: Any, piece: int) -> Any:
@@ -374,13 +372,16 @@ def d_weight_kernel(kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: A
     old = PairRing(*views(of_old[0], interpret=kernel.interpret), *of_old[1:]) if of_old else None
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     tiles = kernel.tiles if kernel.first is None else scalar_ref[2 * PIECES + 2]
-    of_program = kernel.late, program, kernel.programs
-    first = first_round(*of_program)
+    late, first_round = kernel.late, 0
+    if late.rounds:
+        tiles += late.programs * late.rounds
+        first_round = jnp.where(program < kernel.programs - late.programs, 0, late.rounds)
+    count = lax.div(tiles - program + kernel.programs - 1, kernel.programs) - first_round
     own = DWeightProgram(
         kernel,
         program,
-        first,
-        end_of_rounds(*of_program, tiles) - first,
+        first_round,
+        count,
         warpgroup,
         scalar_ref,
         scalar_ref[2 * PIECES + 1] if kernel.has_first_class else 0,
@@ -458,8 +459,8 @@ def add_d_weight(
         static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, float32,
         power is not None, interpret, of_shards=of_shards,
     )  # fmt: skip
-    tile_ns = d_weight_tile_ns(COEFFICIENTS[gpu, "jax"], rows or len(e), BLOCK_V)
-    kernel = replace(kernel, late=late_start(sent, tile_ns, kernel.tiles, programs=kernel.programs))
+    of_gpu = {"programs": kernel.programs, "coefficients": COEFFICIENTS[gpu, "jax"]}
+    kernel = replace(kernel, late=late_start(sent, rows or len(e), kernel.tiles, classes=BLOCK_V, **of_gpu))
     offsets = [start] if first_class is None else [start, first_class]
     if starts is not None:
         offsets += [steps, int(starts)]

@@ -10,7 +10,6 @@ and XLA add the blocks in a fixed order. Equations: linear_ce/MATH.md.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,9 +53,6 @@ from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
 from jax_pallas.triton_launch import run
-from linear_ce.chunk_cost import logits_tile_ns
-from linear_ce.collectives import late_start
-from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, SHIFTS, SQUARES
 
 STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
@@ -306,9 +302,7 @@ class HeadPart(NamedTuple):
     into: dict[str, Array]
 
 
-@partial(  # chunks of one size are lowered once
-    jax.jit, static_argnames=(*STATIC, "stores", "statistics", "piece", "sent", "gpu")
-)
+@partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics", "piece"))  # chunks of one size are lowered once
 def exponentials(
     x: Array,
     w: Array,
@@ -328,8 +322,6 @@ def exponentials(
     stores: bool,
     statistics: int,
     piece: int = 0,
-    sent: float = 0.0,
-    gpu: str = "h100",
     interpret: bool = False,
 ) -> Exponentials:
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
@@ -349,15 +341,9 @@ def exponentials(
         stores: whether the exponentials are stored.
         statistics: of `linear_ce.statistics`, which are computed.
         piece: of `FirstChunk`, with `others`.
-        sent: bytes that this GPU sends meanwhile.
-        gpu: with `sent` only: its name in `GPUS`.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
-    tile_ns = logits_tile_ns(COEFFICIENTS[gpu, "jax"], tiles.hidden, BLOCK_V)
-    # One round is left for all programs: the epilogue is called before the first tile, and each program must have one.
-    early = tiles.count - tiles.programs
-    tiles = replace(tiles, late=late_start(sent, tile_ns, early, programs=tiles.programs))
     switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
     values, into, first = (bias, ref_exponent, target, places), None, None
     if others is not None:

@@ -31,27 +31,22 @@ from jax_pallas.hopper_common import (
     Ring,
     arrive_at_all,
     either,
-    end_of_rounds,
-    first_round,
     in_pieces,
     over_steps,
     own_pauses,
     slot_of,
-    tile_of_round,
     wait_for_all,
     zero_piece,
 )
 from jax_pallas.tile_config import HALF, STEP, cdiv
 from linear_ce.chunk_cost import GROUP_BYTES
-from linear_ce.collectives import AT_ONCE, LateStart
 
 
 @dataclass(frozen=True)
 class Tiles:
     """The tiles of the logits of a call: `rows` rows and `classes` classes of a head (V, D), (D, V) for vocab_axis 1.
 
-    A kernel computes all of them, or those of `part_blocks` class blocks that are next to each other. `late`: programs
-    that begin late, and without how many tiles. Each has at least one.
+    A kernel computes all of them, or those of `part_blocks` class blocks that are next to each other.
     """
 
     rows: int
@@ -59,7 +54,6 @@ class Tiles:
     classes: int
     vocab_axis: int
     part_blocks: int | None = None
-    late: LateStart = AT_ONCE
 
     @property
     def steps(self) -> int:
@@ -132,28 +126,16 @@ def tile_of(tiles: Tiles, tile: Array) -> tuple[Array, Array]:
 
 
 class Walk(NamedTuple):
-    """The tiles of a program, one in each round: every `tiles.programs`-th tile, from the number of the program on, or
-    where some begin late those of `tile_of_round`."""
+    """The tiles of a program: every `tiles.programs`-th tile, from the number of the program on."""
 
     tiles: Tiles
     program: Array
-    first_round: Any  # 0, or `tiles.late.rounds`
-    end: Array
-
-    def tile(self, number: Any) -> Any:
-        """Returns the tile of a round."""
-        return tile_of_round(self.tiles.late, self.program, self.tiles.programs, number)
-
-    @property
-    def first(self) -> Any:
-        """The first tile."""
-        return self.tile(self.first_round) if self.tiles.late.rounds else self.program
+    count: Array
 
 
 def walk_of(tiles: Tiles, program: Array) -> Walk:
     """Returns the walk of a program."""
-    of_program = tiles.late, program, tiles.programs
-    return Walk(tiles, program, first_round(*of_program), end_of_rounds(*of_program, tiles.count))
+    return Walk(tiles, program, lax.div(tiles.count - program + tiles.programs - 1, tiles.programs))
 
 
 def over_tiles[T](walk: Walk, tile: Callable[[Array, Array, T], T], carry: T) -> T:
@@ -163,9 +145,9 @@ def over_tiles[T](walk: Walk, tile: Callable[[Array, Array, T], T], carry: T) ->
 
     def one(t: Array, carried: tuple[Array, T]) -> tuple[Array, T]:
         before, carry = carried
-        return before + steps, tile(before, walk.tile(t), carry)
+        return before + steps, tile(before, walk.program + t * walk.tiles.programs, carry)
 
-    return lax.fori_loop(walk.first_round, walk.end, one, (jnp.int32(0), carry))[1]
+    return lax.fori_loop(0, walk.count, one, (jnp.int32(0), carry))[1]
 
 
 @dataclass(frozen=True)
@@ -324,7 +306,7 @@ def logits_warpgroup(own: Program) -> None:
 
     zeros = zero_piece()
     nowhere = jnp.int32(own.kernel.tiles.row_blocks * BLOCK_N)
-    none = Done(own.walk.first, nowhere, (zeros,) * PIECES)
+    none = Done(own.walk.program, nowhere, (zeros,) * PIECES)
     last, carried = finishing(own, over_tiles(own.walk, tile, none)), None
     for piece in range(PIECES):
         carried = finish(own, last, piece, carried)

@@ -377,12 +377,12 @@ def _chunk(
     if first and config.first_rows:
         assert carry.d_weight is not None
         in_d_weight = memory_of(carry.d_weight, problem.input.dtype)
-    following, following_x, sent = None, None, 0.0
+    following = following_x = None
     if slices is not None:
         assert carry.ahead is not None
         (x, rows), start, following = slices.begin(rows, chunk, carry.ahead), 0, slices.next(chunk, first=first)
         if following is not None:
-            following_x, x, sent = slices.gather(following, x)
+            following_x, x = slices.gather(following, x)
     elif carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
         x, start = chunk.of(carry.held), 0
     elif carry.held is not None:
@@ -395,7 +395,7 @@ def _chunk(
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
     chunk_places = row_kernels.target_places(problem, rows.target, chunk, size, places)
-    options: dict[str, Any] = {"stores": gradients, "of_shard": of_shard is not None, "sent": sent}
+    options: dict[str, Any] = {"stores": gradients, "of_shard": of_shard is not None}
     rows, numbers = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, **options
     )
@@ -498,12 +498,10 @@ def _store_exponentials(
     *,
     stores: bool,
     of_shard: bool,
-    sent: float,
 ) -> tuple[CallRows, ChunkNumbers]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, and the targets' logits and summands.
 
-    With `in_d_weight` e has the first classes only, and the others are there: `first_chunk.py`. `sent`: bytes that this
-    GPU sends meanwhile.
+    With `in_d_weight` e has the first classes only, and the others are there: `first_chunk.py`.
 
     The rows of the chunk start at row place[FIRST_OF_X] of x. The chunk may end after the last row of the call: the
     reference exponent there is inf, so the exponentials are zeros. The Hopper kernels may add more rows of zeros to e.
@@ -536,7 +534,7 @@ def _store_exponentials(
         if problem.casts_head:
             found = hopper_logits.exponentials_of_float32_head(problem, arrays, in_d_weight, options, of_shard=of_shard)
         else:
-            found = hopper_logits.exponentials(*arrays, in_d_weight, **options, sent=sent, gpu=plan_of(problem).gpu)
+            found = hopper_logits.exponentials(*arrays, in_d_weight, **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops, of_shard=of_shard)
     total = joined.total if plan_of(problem).batch_invariant else None
     rows, found, repaired = kernels.repair(problem, x, rows, place, size, found, total, statistics)

@@ -78,12 +78,11 @@ class TokenSlices(NamedTuple):
             return Slice(start, config.rows, None) if start < full else None
         return Slice(jnp.minimum(start, full - config.rows), config.rows, None)
 
-    def gather(self, chunk: Slice, x: Array) -> tuple[Array, Array, float]:
-        """Returns the rows of the input of a chunk, which are gathered when those of the chunk before are there, x; x;
-        and the bytes that this device sends for them."""
+    def gather(self, chunk: Slice, x: Array) -> tuple[Array, Array]:
+        """Returns the rows of the input of a chunk, which are gathered when those of the chunk before are there, x; and
+        x."""
         own, x = lax.optimization_barrier((self._own_rows(chunk), x))
-        sent = vocab_shard.sent_by_sum(self.parts, self.parts * own.nbytes, of_own=True)
-        return vocab_shard.rows_of_all(self.devices, own), vocab_shard.after_begin(x), sent
+        return vocab_shard.rows_of_all(self.devices, own), vocab_shard.after_begin(x)
 
     def place(self, rows: CallRows, chunk: Slice, x: Array) -> tuple[GatheredChunk, CallRows]:
         """Returns a chunk whose rows of the input are x, which must be there when the logits of the chunk before are;

@@ -77,8 +77,7 @@ def sum_of_d_input(devices: Devices, d_input: Array, *, ordered: bool = False) -
 
 
 def sent_by_sum(devices: int, size: float, *, of_own: bool) -> float:
-    """Returns the bytes that each device sends for a sum of `size` bytes, or with `of_own` for that of its own rows. To
-    gather `size` bytes it sends as many as for the latter."""
+    """Returns the bytes that each device sends for a sum of `size` bytes, or with `of_own` for that of its own rows."""
     return (1 if of_own else 2) * (devices - 1) / devices * size
 
 

@@ -148,21 +148,12 @@ def library_d_input(call: Call, rows: int) -> DInput:
     return DInput(WIDEST, tiles * call.classes / call.programs, 0.0, 0)
 
 
-def logits_tile_ns(coefficients: CostCoefficients, hidden: int, classes: int) -> float:
-    """Returns how long a tile of 128 rows by `classes` classes of logits takes."""
-    return (coefficients.multiply * hidden + coefficients.logits_tile) * classes / WIDEST
-
-
-def d_weight_tile_ns(coefficients: CostCoefficients, rows: int, classes: int) -> float:
-    """Returns how long a tile of 128 columns of D by `classes` classes of d_weight takes, a sum over rows."""
-    return (coefficients.multiply * rows + coefficients.d_weight_tile) * classes / WIDEST
-
-
 def logits_ns(call: Call, rows: int) -> float:
     """Returns how long the exponentials of a chunk take."""
+    c = call.coefficients
     waves = cdiv(cdiv(rows, ROW_BLOCK) * cdiv(call.classes, call.block_v), call.programs)
     size = cdiv(2 * rows * call.hidden, GROUP_BYTES) * call.head_bytes + 2 * rows * (call.classes + call.hidden)
-    matmul = waves * logits_tile_ns(call.coefficients, call.hidden, call.block_v)
+    matmul = waves * (c.multiply * call.hidden + c.logits_tile) * call.block_v / WIDEST
     return max(matmul, call.memory_ns(size))
 
 
@@ -180,7 +171,7 @@ def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
     # L2 reads what it adds to from device memory too, so `size` includes it. But no program waits for it.
     in_l2 = call.share_in_l2(rows) * call.d_weight_bytes if adds else 0.0
     inner = cdiv(rows, call.row_step) * call.row_step
-    matmul = waves * d_weight_tile_ns(c, inner, call.class_block)
+    matmul = waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
     matmul += c.exposed * call.memory_ns(moved - in_l2) + c.missed * call.memory_ns(missed)
     return max(matmul, call.memory_ns(size))
 

@@ -3,14 +3,16 @@ multiprocessors.
 
 A persistent matmul has a program on each multiprocessor, and each program has the same number of tiles. A collective
 that begins first holds some multiprocessors until it ends. The last programs, as many as these multiprocessors, begin
-only then, and would end last. So they have no tile of the first rounds. Such matmuls are d_weight, beside the sum of
-d_input or of a part of d_weight, and the logits of a chunk, beside the gather of the input's rows of the next one.
+only then, and would end last. So they have no tile of the first rounds.
 
 The numbers below were measured on two GPUs, and count for all Hopper GPUs, groups and networks. Where they are wrong,
 programs are idle for some rounds. Results are the same.
 """
 
 from typing import NamedTuple
+
+from linear_ce.chunk_cost import WIDEST
+from linear_ce.cost_coefficients import CostCoefficients
 
 # Of NCCL 2.28 on two H200s connected by NVLink, beside a matmul: the sum of 2,048 rows of 4,096 float32 takes 0.21 ms.
 BLOCKS = 24  # multiprocessors
@@ -33,18 +35,22 @@ class LateStart(NamedTuple):
 AT_ONCE = LateStart(0, 0)
 
 
-def late_start(sent: float, tile_ns: float, tiles: int, *, programs: int) -> LateStart:
-    """Returns how the programs of a matmul begin beside a collective.
+def late_start(
+    sent: float, rows: int, tiles: int, *, classes: int, programs: int, coefficients: CostCoefficients
+) -> LateStart:
+    """Returns how the programs of d_weight begin beside a collective.
 
     Args:
         sent: bytes that each GPU sends. 0: there is no collective.
-        tile_ns: how long a tile takes: `chunk_cost.logits_tile_ns` or `d_weight_tile_ns`.
-        tiles: of the matmul, or as many of them as may be in the rounds without the last programs.
+        rows: that the matmul adds up.
+        tiles: of 128 columns of D by `classes` classes.
         programs: of the matmul, one for each multiprocessor.
+        coefficients: of the framework's kernels on the GPU.
     """
     late = min(BLOCKS, programs // 2)
     if not sent or not late:
         return AT_ONCE
+    tile_ns = (coefficients.multiply * rows + coefficients.d_weight_tile) * classes / WIDEST
     lasts, most = (LATENCY_NS + sent / BYTES_PER_NS) / tile_ns, tiles // (programs - late)
     rounds = min((rounds for rounds in ROUNDS if rounds <= most), key=lambda rounds: abs(rounds - lasts))
     return LateStart(late, rounds) if rounds else AT_ONCE

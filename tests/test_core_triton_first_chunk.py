@@ -1,11 +1,10 @@
 """Tests a first chunk whose exponentials are in pieces: runs the kernels of the logits for Hopper and for compute
 capability 8.x in NumPy (`hopper_in_numpy`, `gluon_in_numpy`), and counts the launches of a call. `run_pieces` of
-interpret_loss.py tests its results. Also tests logits beside a gather, for which some programs begin late."""
+interpret_loss.py tests its results."""
 
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,6 @@ import gluon_in_numpy
 import hopper_in_numpy
 import pytest
 import torch
-from gluon_in_numpy import Value
 
 from benchmarks.launch_recorder import Launch, fake_gpu
 from core_triton import (
@@ -33,9 +31,6 @@ from core_triton.plan import DeviceInfo, PlanKey, make_plan
 from core_triton.problem import NeedsGrad, Problem, layout_of
 from core_triton.scaled_exp import scaled_exp
 from core_triton.tile_config import CLASS_BLOCK, ROW_BLOCK
-from linear_ce import collectives
-from linear_ce.chunk_cost import logits_tile_ns
-from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.spec import LossSpec
 from linear_ce.statistics import SHIFTS
 
@@ -142,23 +137,6 @@ def test_each_tile_of_logits_goes_to_its_piece(
     assert not flag.any()
 
 
-def exponentials_of(
-    problem: Problem, x: torch.Tensor, w: torch.Tensor, target: torch.Tensor, active: int, run: Any, **options: Any
-) -> list[torch.Tensor]:
-    """Returns the exponentials, their sums over class blocks and the targets' logits by the Hopper kernel, which `run`
-    launches. What it does not write is NaN."""
-    e = torch.full((N, -(-len(w) // 8) * 8), torch.nan).bfloat16()
-    sums, target_logit = torch.full((-(-len(w) // CLASS_BLOCK), N), torch.nan), torch.full((N,), torch.nan)
-    found = {"target": target, "ref_exponent": torch.zeros(N), "target_logit": target_logit, "sums": sums}
-    found["flag"] = torch.zeros(2, dtype=torch.int32)
-    places: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
-    counted, stores = Active(torch.tensor(active, dtype=torch.int32), 0, 0), Stores(e[:, : len(w)])
-    switches: dict[str, Any] = {"statistics": 0, "of_logits": None, "hit": None, "e": stores}
-    with mock.patch.object(kernels, "launch", run):
-        hopper_logits.exponentials(problem, x, w, slice(0, len(w)), counted, **switches, **places, **options)
-    return [e, sums, target_logit]
-
-
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hidden", [8, 64, 72])
 def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
@@ -166,70 +144,25 @@ def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
     problem = problem_of(N, hidden, V, "cpu", 2**28)
     problem = replace(problem, plan=replace(ops.plan_of(problem), programs=2))
     x, w = (torch.randn(rows, hidden, generator=generator).bfloat16() for rows in (N, V))
-    run = partial(hopper_in_numpy.run, MODULES, late=late)
-    e, sums, _ = exponentials_of(problem, x, w, torch.full((N,), -1), N, run)
+    sums, e = torch.full((-(-V // CLASS_BLOCK), N), torch.nan), torch.full((N, 704), torch.nan).bfloat16()
+    vectors = {"target": torch.full((N,), -1), "ref_exponent": torch.zeros(N), "target_logit": torch.zeros(N)}
+    found: dict[str, Any] = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
+    with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
+        hopper_logits.exponentials(
+            problem,
+            x,
+            w,
+            slice(0, V),
+            Active(torch.tensor(N, dtype=torch.int32), 0, 0),
+            statistics=0,
+            of_logits=None,
+            hit=None,
+            e=Stores(e[:, :V]),
+            **{name: At(one, 0) for name, one in found.items()},
+        )
     wanted = (x.float() @ w.float().T).exp()
     torch.testing.assert_close(e[:, :V].float(), wanted, rtol=4e-3, atol=0)
     torch.testing.assert_close(sums.sum(0), wanted.sum(1), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(
-    ("programs", "active", "tile_times"),
-    # Of twelve tiles the last two of four programs have two, one or none, and the last one of three. Half of the rows
-    # make six tiles, fewer than two programs have in five rounds.
-    [(4, N, 1), (4, N, 3), (4, N, 6), (4, 100, 1), (4, 100, 6), (4, 0, 6), (3, N, 4), (2, N, 12), (9, 1, 1)],
-)
-def test_logits_of_programs_that_begin_late(
-    programs: int, active: int, tile_times: int, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each tile is computed once, as without a collective: `run` notices elements that are written twice."""
-    hidden, v = 8, 1500
-    generator = torch.Generator().manual_seed(0)
-    problem = problem_of(N, hidden, v, "cpu", 2**28)
-    problem = replace(problem, plan=replace(ops.plan_of(problem), programs=programs))
-    monkeypatch.setattr(collectives, "LATENCY_NS", 0.0)
-    sent = tile_times * collectives.BYTES_PER_NS * logits_tile_ns(COEFFICIENTS["h100", "torch"], hidden, CLASS_BLOCK)
-    x, w = (torch.randn(rows, hidden, generator=generator).bfloat16() for rows in (N, v))
-    target, launched = torch.randint(0, v, (N,), generator=generator), list[int]()
-
-    def run(*arguments: Any, **options: Any) -> None:
-        launched.append(options.get("ROUNDS", 0))
-        hopper_in_numpy.run(MODULES, *arguments, late=late, **options)
-
-    def results(sent: float) -> list[torch.Tensor]:
-        e, sums, target_logit = exponentials_of(problem, x, w, target, active, run, sent=sent)
-        computed = -(-active // ROW_BLOCK) * ROW_BLOCK
-        assert not sums[:, :computed].isnan().any()
-        assert sums[:, computed:].isnan().all()
-        return [e, sums, target_logit]
-
-    for with_gather, without in zip(results(sent), results(0.0), strict=True):
-        torch.testing.assert_close(with_gather, without, rtol=0, atol=0, equal_nan=True)
-    assert launched == [min(tile_times, 12 // (programs - programs // 2)), 0]
-
-
-def test_each_tile_has_one_number() -> None:
-    """The last programs have no tile in as many of the first rounds as there are tiles for, and no program has more
-    than one tile more than another one that begins when it does."""
-    functions: Any = hopper_common  # which run as Python functions
-    for programs, late, rounds, tiles in product((2, 3, 5, 8), (1, 4), (1, 3, 8), (0, 1, 5, 17, 40)):
-        if late >= programs:
-            continue
-        numbers = list[list[int]]()
-        found = min(rounds, tiles // (programs - late))
-        for program in range(programs):
-            language = hopper_in_numpy.HopperLanguage(program, (programs,), late=False)
-            with gluon_in_numpy.in_python([hopper_common], language, gluon_in_numpy.AsyncCopy(late=False)):
-                within = functions.rounds_within(Value(tiles, "i32"), 1, late, rounds)
-                assert int(within) == found
-                first = int(functions.first_number(late, within))
-                of_program = range(first, tiles + late * found, programs)
-                numbers.append([int(functions.numbered_tile(Value(one, "i32"), late, within)) for one in of_program])
-        assert sorted(chain(*numbers)) == [*range(tiles)]
-        counts = [len(one) for one in numbers]
-        early, begin_late = counts[: programs - late], [count + found for count in counts[programs - late :]]
-        assert max(early + begin_late) - min(early + begin_late) <= 1
 
 
 @pytest.mark.parametrize(("splits", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float16)])

@@ -27,7 +27,6 @@ from core_triton import (
     chunked,
     float16,
     hopper_gradients,
-    hopper_logits,
     ops,
     replay,
     row_kernels,
@@ -520,34 +519,6 @@ def test_d_weight_is_loaded_or_added_in_l2(in_l2: float, late: dict[str, int]) -
     assert_overlaps(launch)
     assert compiled.ptx.count("cp.reduce.async.bulk.tensor") == 4 * (4 - loaded)
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", compiled.ptx)) == 4 * loaded
-
-
-def exponentials_in(launched: Iterable[Launch]) -> list[Launch]:
-    return [one for one in launched if one.kernel is hopper_logits.exponentials_kernel]
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
-def test_logits_begin_late_beside_a_gather() -> None:
-    """All but those of the last chunk, and of float16, whose rows are placed after the gather has begun."""
-    *late, last = exponentials_in(launches(90, "train-gathered"))
-    assert {(switches["LATE"], switches["ROUNDS"]) for one in late if (switches := dict(one.constexprs))} == {(24, 2)}
-    with fake_gpu(90, "NVIDIA H200") as launched:
-        CALLS["train-gathered"]._replace(dtype=torch.float16).run()
-    of_float16 = exponentials_in(launched)
-    assert len(of_float16) > 1
-    assert {dict(one.constexprs)["ROUNDS"] for one in (last, *of_float16)} == {0}
-    assert_overlaps(late[0])
-    assert compile_launch(late[0], 90).stack == 0
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
-@pytest.mark.parametrize("name", ["train-options", "shard-stats", "shard-transposed", "token-stats-softcap", "eval"])
-def test_logits_that_begin_late_spill_no_more(name: str) -> None:
-    for launch in set(exponentials_in(launches(90, name))):
-        late = launch._replace(constexprs=tuple((dict(launch.constexprs) | {"LATE": 24, "ROUNDS": 3}).items()))
-        assert compile_launch(late, 90).stack <= compile_launch(launch, 90).stack
-        assert_overlaps(late)
 
 
 @pytest.mark.slow

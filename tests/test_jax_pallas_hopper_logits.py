@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import jax
@@ -10,19 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from jax_problem import replaced
 
-from jax_pallas import hopper_common, hopper_gradients, hopper_input_sums, hopper_logits, linear_cross_entropy
-from jax_pallas.hopper_tiles import Tiles
+from jax_pallas import hopper_common, hopper_logits
 from jax_pallas.launch import hopper_limits
 from jax_pallas.problem import halves
 from jax_pallas.row_math import first_of_largest
 from jax_pallas.tile_config import HALF, cdiv, padded
-from linear_ce import collectives
-from linear_ce.chunk_cost import logits_tile_ns
-from linear_ce.collectives import AT_ONCE, LateStart
-from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.statistics import ENTROPY, OF_LOGITS
 
 FLOAT32 = 2e-6  # relative to the largest value, for sums of a few hundred float32 terms in another order
@@ -268,89 +261,6 @@ def test_sums_without_stored_exponentials(name: str) -> None:
     assert not others
     exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
-
-
-@pytest.mark.parametrize(
-    ("programs", "tile_times", "rounds"),
-    [
-        (3, 1, 1),
-        pytest.param(3, 6, 6, marks=pytest.mark.slow),
-        (5, 9, 3),
-        pytest.param(4, 3, 3, marks=pytest.mark.slow),
-    ],
-)
-def test_programs_that_begin_late_leave_tiles_to_others(
-    programs: int, tile_times: int, rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of sixteen tiles the last programs compute fewer than the others, but one at least."""
-    monkeypatch.setattr(hopper_common, "programs", lambda: programs)
-    monkeypatch.setattr(collectives, "LATENCY_NS", 0.0)
-    call = Call(141, 64, 1500, rows=141, classes=1500)
-    tile_ns = logits_tile_ns(COEFFICIENTS["h100", "jax"], call.hidden, hopper_common.BLOCK_V)
-    kernels, launch = list[Tiles](), hopper_logits.launch_tiles
-
-    def watch(name: str, epilogue: Any, tiles: Tiles, *others: Any, **options: Any) -> Any:
-        kernels.append(tiles)
-        return launch(name, epilogue, tiles, *others, **options)
-
-    monkeypatch.setattr(hopper_logits, "launch_tiles", watch)
-    drawn = call.drawn()
-    target = replaced(drawn["target"], drawn["target"] >= call.classes, -1)
-
-    def results(sent: float) -> Any:
-        return run_exponentials(call, drawn, target, sent=sent, statistics=0)
-
-    jitted: Any = hopper_logits.exponentials
-    jitted.clear_cache()  # of other programs
-    sent = tile_times * tile_ns * collectives.BYTES_PER_NS
-    jax.tree.map(np.testing.assert_array_equal, results(sent), results(0.0))
-    assert [tiles.late for tiles in kernels] == [LateStart(programs // 2, rounds), AT_ONCE]
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
-def test_logits_begin_late_beside_a_gather(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but those of the last chunk, in a call for two H200s, which is only traced."""
-    monkeypatch.setattr(hopper_common, "programs", lambda: 132)
-    kernels = list[Tiles]()
-
-    def run_kernel(body: Any, name: str, operands: Any, results: Any, *_: Any, **options: Any) -> list[Array]:
-        if name == "exponentials":
-            kernels.append(body.args[0].tiles)
-        return [jnp.zeros(result.shape, result.dtype) for result in results]
-
-    for module in (hopper_logits, hopper_gradients, hopper_input_sums):
-        monkeypatch.setattr(module, "run_kernel", run_kernel)
-    options: dict[str, Any] = {"vocab_axis_name": "vocab", "gather": "tokens", "memory_budget": 2**26}
-
-    def call(x: Array, w: Array, y: Array) -> Any:
-        def loss(x: Array, w: Array) -> Array:
-            return linear_cross_entropy(x, w, y, implementation="mosaic", **options)
-
-        return jax.value_and_grad(loss, (0, 1))(x, w)
-
-    of_devices, h200 = PartitionSpec("vocab"), AbstractDevice("NVIDIA H200", 1, "gpu")
-    mesh = AbstractMesh((2,), ("vocab",), abstract_device=h200, axis_types=(AxisType.Auto,))
-    results = PartitionSpec(), (of_devices, of_devices)
-    arrays = [jax.ShapeDtypeStruct(sizes, dtype) for sizes in ((4096, 512), (32000, 512))]
-    y = jax.ShapeDtypeStruct((4096,), jnp.int32)
-    jax.jit(jax.shard_map(call, mesh=mesh, in_specs=of_devices, out_specs=results)).trace(*arrays, y)
-    of_chunks = kernels[-3:]  # the loss without gradients is traced before
-    assert [tiles.rows for tiles in of_chunks] == [1280, 1408, 1408]
-    assert [tiles.late for tiles in of_chunks] == [LateStart(24, 4), LateStart(24, 4), AT_ONCE]
-
-
-def test_each_tile_is_one_round_of_a_program() -> None:
-    """The last programs have no tile in the first rounds."""
-    for programs, late, rounds, tiles in product((2, 3, 5, 8), (1, 4), (1, 3, 8), (0, 1, 5, 17, 40, 64)):
-        if late >= programs or tiles < rounds * (programs - late):
-            continue
-        found, start = list[int](), LateStart(late, rounds)
-        for program in range(programs):
-            first = int(hopper_common.first_round(start, program, programs))
-            assert first == (rounds if program >= programs - late else 0)
-            numbers = np.arange(first, int(hopper_common.end_of_rounds(start, program, programs, tiles)))
-            found += np.asarray(hopper_common.tile_of_round(start, program, programs, numbers)).tolist()
-        assert sorted(found) == [*range(tiles)]
 
 
 @NAN
