@@ -1,5 +1,5 @@
 """Hooks of mkdocs, and of griffe, which reads the docstrings: pages that are outside of docs/, their links, the API
-pages, examples and equations.
+pages, examples, equations and plots.
 
 The same Markdown is read in the repository and on the site. On the site, README.md is the first page, and files of
 `PAGES` are pages. Other files that a page links to are copied to files/, and a link to a folder becomes its text.
@@ -8,6 +8,7 @@ The same Markdown is read in the repository and on the site. On the site, README
 import ast
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from griffe import Extension
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+from mkdocs.utils import get_relative_url
+from plotly.offline import get_plotlyjs
+
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file without its folder
+import plots
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -39,6 +45,7 @@ PACKAGES = {
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 COMMANDS = {"\\_": "_", "\\arg": "arg", "\\lfloor": "&#x230A;", "\\rfloor": "&#x230B;"}
+PLOT = re.compile(r"<!-- plot: (\w+) -->")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
@@ -59,6 +66,7 @@ def on_files(files: Any, config: Any) -> Any:
                     files.append(File.generated(config, place, abs_src_path=str(path)))
     for package in PACKAGES:
         files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
+    files.append(File.generated(config, "plotly.min.js", content=get_plotlyjs()))
     return files
 
 
@@ -82,7 +90,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Renders equations as MathML, which browsers show without scripts."""
+    """Renders equations as MathML, which browsers show without scripts, and plots."""
 
     def rendered(match: re.Match[str]) -> str:
         latex = match[2].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").strip()
@@ -100,7 +108,15 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
             raise PluginError(f"{page.file.src_uri}: not rendered: {latex}: {mathml}")
         return mathml
 
-    return EQUATION.sub(rendered, html)
+    html = EQUATION.sub(rendered, html)
+    first = PLOT.search(html)
+    if first is None:
+        return html
+    script = f'<script src="{get_relative_url("plotly.min.js", page.url)}"></script>'
+    return PLOT.sub(
+        lambda match: f'<div class="plot">{plots.html(match[1])}</div>',
+        html[: first.start()] + script + html[first.start() :],
+    )
 
 
 class Examples(Extension):
