@@ -271,7 +271,7 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     values = {name: value.astype(jnp.dtype(dtypes[name])) for name, value in arrays.items()}
     if case.vocab_axis == 1:
         values["linear_weight"] = values["linear_weight"].T
-    operands = {name: jnp.array(value) for name, value in values.items()}
+    operands = {name: jax.device_put(value) for name, value in values.items()}
     cotangents = {name: operands.pop(name) for name in arrays if name.startswith("d_")}
     upstream = [cotangents[f"d_{name}"] for name in roots_of(case)]
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}

@@ -39,14 +39,14 @@ def problem(
 
 def cast(values: Any, dtype: Any) -> Array:
     """Returns `jnp.asarray(values, dtype)`, for which JAX would compile a program for each shape."""
-    return jnp.array(np.asarray(values).astype(dtype))
+    return jax.device_put(np.asarray(values).astype(dtype))
 
 
 def replaced(array: Any, index: Any, value: Any) -> Any:
     """Returns `array.at[index].set(value)`, for which JAX would compile several programs for each shape."""
     changed = np.array(array)
     changed[index] = value
-    return jnp.array(changed)
+    return jax.device_put(changed)
 
 
 def planned(
