@@ -267,9 +267,11 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     dtypes = dtype_names(case, arrays)
     # Without the x64 switch JAX has no int64; every value of a case fits int32.
     dtypes = {name: "int32" if dtype == "int64" else dtype for name, dtype in dtypes.items()}
-    operands = {name: jnp.asarray(value, dtypes[name]) for name, value in arrays.items()}
+    # NumPy casts and transposes, because JAX would compile a program for each shape.
+    values = {name: value.astype(jnp.dtype(dtypes[name])) for name, value in arrays.items()}
     if case.vocab_axis == 1:
-        operands["linear_weight"] = operands["linear_weight"].T
+        values["linear_weight"] = values["linear_weight"].T
+    operands = {name: jax.device_put(value) for name, value in values.items()}
     cotangents = {name: operands.pop(name) for name in arrays if name.startswith("d_")}
     upstream = [cotangents[f"d_{name}"] for name in roots_of(case)]
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
@@ -304,9 +306,9 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     )
 
     def export(name: str, array: Any) -> tuple[np.ndarray, str]:
-        values = array.T if name == "d_weight" and case.vocab_axis == 1 else array
+        values = np.asarray(array).T if name == "d_weight" and case.vocab_axis == 1 else np.asarray(array)
         floating = jnp.issubdtype(values.dtype, jnp.floating)
-        return np.asarray(values.astype(jnp.float32) if floating else values), str(array.dtype)
+        return values.astype(np.float32) if floating else values, str(array.dtype)
 
     device = jax.devices()[0].device_kind
     return _Run(ran.name, jax.default_backend(), device, {name: export(name, array) for name, array in outputs.items()})

@@ -27,21 +27,26 @@ def problem(
     rng = np.random.default_rng(0)
     head = rng.standard_normal((v, d))
     arrays = {
-        "input": jnp.asarray(rng.standard_normal((n, d)), dtype),
-        "linear_weight": jnp.asarray(head if vocab_axis == 0 else head.T, dtype),
-        "linear_bias": jnp.asarray(rng.standard_normal(v), dtype),
-        "target": jnp.asarray(rng.integers(0, v, n), jnp.int32),
+        "input": cast(rng.standard_normal((n, d)), dtype),
+        "linear_weight": cast(head if vocab_axis == 0 else head.T, dtype),
+        "linear_bias": cast(rng.standard_normal(v), dtype),
+        "target": cast(rng.integers(0, v, n), jnp.int32),
     }
     if not bias:
         del arrays["linear_bias"]
     return arrays
 
 
+def cast(values: Any, dtype: Any) -> Array:
+    """Returns `jnp.asarray(values, dtype)`, for which JAX would compile a program for each shape."""
+    return jax.device_put(np.asarray(values).astype(dtype))
+
+
 def replaced(array: Any, index: Any, value: Any) -> Any:
     """Returns `array.at[index].set(value)`, for which JAX would compile several programs for each shape."""
     changed = np.array(array)
     changed[index] = value
-    return jnp.asarray(changed)
+    return jax.device_put(changed)
 
 
 def planned(

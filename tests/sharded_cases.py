@@ -39,10 +39,12 @@ def small_budget(case: Case, mesh: Mesh, gather: str | None = None) -> int:
     return budget
 
 
-def operands_of(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+def operands_of(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns NumPy arrays, because JAX would compile programs that cast its own arrays and divide them, for each
+    shape."""
     dtypes: dict[str, str] = {"input": case.dtype, "linear_weight": case.weight_dtype, "linear_bias": case.weight_dtype}
     dtypes |= {"weight": case.dtype, "target": "int32"} | dict.fromkeys(case.per_token, case.per_token_dtype)
-    operands = {name: jnp.asarray(value, dtypes.get(name, "float32")) for name, value in arrays.items()}
+    operands = {name: value.astype(jnp.dtype(dtypes.get(name, "float32"))) for name, value in arrays.items()}
     if case.vocab_axis == 1:
         operands["linear_weight"] = operands["linear_weight"].T
     return operands
@@ -77,8 +79,9 @@ def outputs_of_call(case: Case, package: Any, operands: dict[str, Any], keywords
 
 def exported(case: Case, found: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     def one(name: str) -> np.ndarray:
-        array = found[name].T if name == "d_weight" and case.vocab_axis == 1 else found[name]
-        return np.asarray(array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array)
+        floating, array = jnp.issubdtype(found[name].dtype, jnp.floating), np.asarray(found[name])
+        array = array.T if name == "d_weight" and case.vocab_axis == 1 else array
+        return array.astype(np.float32) if floating else array
 
     return {name: one(name) for name in found}
 
@@ -109,7 +112,7 @@ def run_sharded(
         devices = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
         # An array for each device of the tokens, which starts at a part of the whole.
         whole = (devices, *operands["linear_weight"].shape)
-        operands["grad_into"] = jnp.full(whole, GRAD_INTO_START / devices)
+        operands["grad_into"] = np.full(whole, GRAD_INTO_START / devices, np.float32)
         spec_of["grad_into"] = P(axes or None, *head)
     keywords = options_of(case, implementation) | {"vocab_axis": case.vocab_axis} | options
 
@@ -150,7 +153,7 @@ def run_global(
     """
     operands = operands_of(case, arrays)
     if case.grad_into:
-        operands["grad_into"] = jnp.full(operands["linear_weight"].shape, GRAD_INTO_START)
+        operands["grad_into"] = np.full(operands["linear_weight"].shape, GRAD_INTO_START, np.float32)
     of_head = P(*head[::-1]) if case.vocab_axis else head
     specs = {
         "linear_weight": of_head,

@@ -67,6 +67,7 @@ def test_rows_are_measured_on_two_cpus(framework: str, tmp_path: Path) -> None:
     methods = ["--methods", "core_triton", *names] if names else []
     command = [sys.executable, "-m", "benchmarks.scale_out", "--framework", framework, *methods]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # like compiling.quick_compilation
     done = subprocess.run(
         [*command, *OPTIONS, "--every-gpu", "--json", str(path)],
         cwd=ROOT,

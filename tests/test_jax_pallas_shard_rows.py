@@ -429,17 +429,23 @@ def check_invariant() -> None:
     x, w, y = given_arrays()
     x, upstream = x.at[5].mul(40).at[60].mul(40), np.random.default_rng(0).standard_normal(len(x))
 
-    def results(rows: list[int], **options: Any) -> tuple[np.ndarray, ...]:
-        def body(x: Any, w: Any, y: Any) -> Any:
+    def results_with(**options: Any) -> Callable[[list[int]], tuple[np.ndarray, ...]]:
+        def body(x: Any, w: Any, y: Any, upstream: Any) -> Any:
             def loss(x: Any) -> Any:
                 found = linear_log_probs(x, w, y, **KERNELS, batch_invariant=True, **options)
-                return (found.log_prob * upstream[np.asarray(rows)]).sum(), (found.log_prob, found.lse)
+                return (found.log_prob * upstream).sum(), (found.log_prob, found.lse)
 
             (_, of_rows), d_x = jax.value_and_grad(loss, has_aux=True)(x)
             return *of_rows, d_x.astype(jnp.float32)
 
-        places = np.asarray(rows)
-        return jax.tree.map(np.asarray, of_shards(body, P())(x[places], w, y[places]))
+        specs: dict[str, Any] = {"in_specs": (P(), P("vocab"), P(), P()), "out_specs": P()}
+        compiled = jax.jit(jax.shard_map(body, mesh=mesh_of(vocab=SHARDS), **specs))
+
+        def results(rows: list[int]) -> tuple[np.ndarray, ...]:
+            places = np.asarray(rows)
+            return jax.tree.map(np.asarray, compiled(x[places], w, y[places], upstream[places]))
+
+        return results
 
     with (
         mock.patch("jax_pallas.plan.why_variant", return_value=None),
@@ -447,14 +453,15 @@ def check_invariant() -> None:
         mock.patch.object(vocab_shard, "own_sum_of_d_input", None),
     ):
         everything = [*range(len(x))]
-        others = [60, *range(40, 20, -1)] * 5  # as many, for which XLA compiles the same code
+        others = [60, *range(40, 20, -1)] * 5  # as many, which the same program computes
         others = others[: len(x)]
+        results = results_with()
         want = results(everything)
-        least = least_budget(lambda budget: results(everything, memory_budget=budget))  # of one of the two passes
+        least = least_budget(lambda budget: results_with(memory_budget=budget)(everything))  # of one of the two passes
         for name, one, whole in zip(("log_prob", "lse", "d_x"), results(others), want, strict=True):
             assert np.array_equal(one, whole[others]), name
         # In chunks, XLA multiplies the head piece by piece.
-        in_chunks = results(everything, memory_budget=least * 9 // 8)
+        in_chunks = results_with(memory_budget=least * 9 // 8)(everything)
         assert all(np.array_equal(one, whole) for one, whole in zip(in_chunks[:2], want[:2], strict=True))
     make_plan.cache_clear()  # of calls that were not checked
 

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial, reduce
+from importlib import import_module
 from multiprocessing import get_context
 from operator import add
 from typing import Any, cast
@@ -662,11 +663,21 @@ def worker(
     dist.destroy_process_group()
 
 
+def import_compiler() -> None:
+    """Imports the 900 modules that torch.compile imports when it compiles a function. A gradient would start threads,
+    which do not survive a fork, so the modules that only a backward pass or a dynamic size needs are named here."""
+    torch.compile(torch.sin, fullgraph=True, backend="aot_eager")(torch.zeros(2))
+    for name in ("torch._inductor.pattern_matcher", "sympy.physics.units"):
+        import_module(name)
+
+
 def main() -> None:
     ranks, implementation, *requests = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         arguments = int(ranks), implementation, requests, f"{folder}/store", lambda line: print(line, flush=True)
         # Forked, so that the processes share what this one has imported.
+        if not {"check:compile", "check:dtensor_compiled"}.isdisjoint(requests):
+            import_compiler()
         processes = [get_context("fork").Process(target=worker, args=(rank, *arguments)) for rank in range(int(ranks))]
         for process in processes:
             process.start()
