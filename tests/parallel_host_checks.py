@@ -2,6 +2,7 @@
 hosts where there are some, and stand-ins otherwise."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -165,24 +166,29 @@ def megatron_modules(*, installed: bool) -> Iterator[None]:
         with importable(*megatron()):
             yield
         return
-    from megatron.core.tensor_parallel.random import (  # pyright: ignore[reportMissingImports]
-        CudaRNGStatesTracker,
-    )
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # pyright: ignore[reportMissingImports]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron and what it imports warn about what is not installed
+        from megatron.core.tensor_parallel.random import (  # pyright: ignore[reportMissingImports]
+            CudaRNGStatesTracker,
+        )
+        from megatron.core.transformer.torch_norm import (  # pyright: ignore[reportMissingImports]
+            WrappedTorchNorm,
+        )
 
-    def norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> nn.Module:
-        made = nn.LayerNorm(hidden_size, eps)
-        for parameter in made.parameters():
-            vars(parameter)["sequence_parallel"] = config.sequence_parallel
-        return made
+        with (
+            mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+            mock.patch.object(torch.cuda, "current_stream", lambda *_: mock.MagicMock()),
+            mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext()),
+            mock.patch.object(WrappedTorchNorm, "__new__", _norm),
+        ):
+            yield
 
-    with (
-        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        mock.patch.object(torch.cuda, "current_stream", lambda *_: mock.MagicMock()),
-        mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext()),
-        mock.patch.object(WrappedTorchNorm, "__new__", norm),
-    ):
-        yield
+
+def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> nn.Module:
+    made = nn.LayerNorm(hidden_size, eps)
+    for parameter in made.parameters():
+        vars(parameter)["sequence_parallel"] = config.sequence_parallel
+    return made
 
 
 def gpt_model(*, ranks: int = 1, tied: bool = False, sequence_parallel: bool = False, mup: bool = False) -> Any:

@@ -105,15 +105,15 @@ def _check_supported(output_layer: Any, weight: Tensor, config: Any) -> None:
     if not isinstance(output_layer, ColumnParallelLinear) or layer.forward is not ColumnParallelLinear.forward:
         raise ValueError(f"the output layer must be a ColumnParallelLinear, got {layer.__name__}")
     if hasattr(weight, "__fsdp_param__"):
-        raise ValueError("Megatron-FSDP is not supported: use_megatron_fsdp must be False, got True")
-    for name, found in (
-        ("defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute),
-        ("disable_grad_reduce of the output layer", output_layer.disable_grad_reduce),
-        ("is_expert of the output layer", output_layer.is_expert),
-        ("a group of gtp_remat for the output layer", output_layer.gtp_remat_size > 1),
+        raise ValueError("use_megatron_fsdp must be False for this output_processor, got True")
+    for name, found, needed in (
+        ("config.defer_embedding_wgrad_compute", config.defer_embedding_wgrad_compute, False),
+        ("output_layer.disable_grad_reduce", output_layer.disable_grad_reduce, False),
+        ("output_layer.is_expert", output_layer.is_expert, False),
+        ("output_layer.gtp_remat_size", output_layer.gtp_remat_size, 1),
     ):
-        if found:
-            raise ValueError(f"{name} is not supported: it must be False, got {found}")
+        if found != needed:
+            raise ValueError(f"{name} must be {needed} for this output_processor, got {found}")
 
 
 def _parallelism(output_layer: Any) -> dict[str, Any]:
