@@ -95,7 +95,9 @@ def check_titan_fsdp2(rank: int, ranks: int, *, tied: bool) -> None:
         for fused in (False, True):
             torch.manual_seed(0)
             model = Decoder(tied)
-            fully_shard([model.tok_embeddings, model.norm, model.lm_head] if tied else [model.norm, model.lm_head], mesh=mesh)
+            fully_shard(
+                [model.tok_embeddings, model.norm, model.lm_head] if tied else [model.norm, model.lm_head], mesh=mesh
+            )
             fully_shard(model, mesh=mesh)
             gathers: list[str] = []
             for one in model.modules():
@@ -147,7 +149,8 @@ def check_titan_tensor_parallel(rank: int, ranks: int, *, backend: str, classes:
             dist.all_reduce(of_hidden, group=group)  # as the backward pass of torchtitan's norm does, whose output is R
             of_weight = head.weight.grad
         else:
-            of_hidden, of_weight = of_hidden.to_local(), head.weight.grad.to_local()
+            of_weight: Any = head.weight.grad
+            of_hidden, of_weight = of_hidden.to_local(), of_weight.to_local()
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(of_hidden, d_hidden)
         torch.testing.assert_close(of_weight, d_weight.chunk(ranks)[rank])
@@ -176,9 +179,9 @@ def megatron_modules(*, installed: bool) -> Iterator[None]:
         )
 
         with (
-            mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-            mock.patch.object(torch.cuda, "current_stream", lambda *_: mock.MagicMock()),
-            mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext()),
+            mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+            mock.patch.object(torch.cuda, "current_stream"),
+            mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
             mock.patch.object(WrappedTorchNorm, "__new__", _norm),
         ):
             yield

@@ -24,7 +24,8 @@ INSTALLED = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store: Any = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -106,7 +107,8 @@ def test_the_loss_gets_the_options_and_the_factor() -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_a_gradient_in_main_grad_is_for_the_hooks_of_the_weight() -> None:
     model = gpt_model()
-    layer, weight = model.output_layer, model.output_layer.weight
+    layer: Any = model.output_layer
+    weight: Any = layer.weight
     layer.gradient_accumulation_fusion = True
     tokens, _ = tokens_and_labels()
 
@@ -119,13 +121,16 @@ def test_a_gradient_in_main_grad_is_for_the_hooks_of_the_weight() -> None:
     layer.gradient_accumulation_fusion = False
     step()
     torch.testing.assert_close(weight.main_grad, weight.grad)
-    layer.gradient_accumulation_fusion, weight.grad, weight.grad_added_to_main_grad = True, None, False
-    step()
-    assert weight.grad_added_to_main_grad
-    assert weight.grad.shape == weight.shape  # hooks of DistributedDataParallel need one, and do not read it
-    weight.grad, weight.zero_out_wgrad = None, True
-    step()
-    assert not weight.grad.any()
+    vars(weight)["grad_added_to_main_grad"] = False
+    layer.gradient_accumulation_fusion = True
+    for zeros in (False, True):  # hooks of DistributedDataParallel need a gradient, and read it if there is this flag
+        weight.zero_out_wgrad = zeros
+        model.zero_grad()
+        step()
+        unused: Any = weight.grad
+        assert weight.grad_added_to_main_grad
+        assert unused.shape == weight.shape
+        assert not (zeros and unused.any())
     weight.requires_grad_(False)
     before = weight.main_grad.clone()
     step()

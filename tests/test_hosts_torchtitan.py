@@ -67,9 +67,7 @@ def test_loss_and_gradients_are_those_of_the_chunked_loss(counted: bool) -> None
     results = []
     for loss_fn in (own, titan_loss(head, implementation="chunked")):
         head.zero_grad()
-        hidden = torch.randn(
-            BATCH, SEQUENCE, HIDDEN, generator=torch.Generator().manual_seed(1), requires_grad=True
-        )
+        hidden = torch.randn(BATCH, SEQUENCE, HIDDEN, generator=torch.Generator().manual_seed(1), requires_grad=True)
         loss, metrics = loss_fn(hidden, labels, count, positions=None)
         loss.backward()
         with torch.no_grad():
@@ -168,7 +166,9 @@ def test_another_version_and_no_torchtitan() -> None:
 @INSTALLED
 @pytest.mark.slow
 def test_the_installed_llama_takes_the_same_steps() -> None:
-    pytest.importorskip("torchtitan.models.llama3", reason="this torchtitan needs a newer PyTorch", exc_type=ImportError)
+    pytest.importorskip(
+        "torchtitan.models.llama3", reason="this torchtitan needs a newer PyTorch", exc_type=ImportError
+    )
     from torchtitan.models.llama3 import llama3_configs  # pyright: ignore[reportMissingImports]
 
     results = []

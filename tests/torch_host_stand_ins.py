@@ -1,12 +1,12 @@
-"""Modules with the interfaces of torchtitan and Megatron-core, which the tests do not install: names, arguments and
-results, on materialized logits. Each function says which files of which version have its interface."""
+"""Modules with the interfaces of trainers that the tests do not install: names, arguments and results, on materialized
+logits. Each function says which files of which version have its interface."""
 
 import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ def importable(*modules: ModuleType) -> Iterator[None]:
         adapter._loss_class.cache_clear()
 
 
+def torch_hosts() -> contextlib.AbstractContextManager[None]:
+    """Makes all hosts of this file importable."""
+    return importable(*torchtitan(), *megatron(), *of_examples())
+
+
 def is_installed(name: str) -> bool:
     """Returns whether a package is installed."""
     return importlib.util.find_spec(name) is not None
@@ -48,8 +53,8 @@ def module(name: str, **names: Any) -> ModuleType:
 
 
 def torchtitan(version: str = "0.3.0") -> list[ModuleType]:
-    """torchtitan 0.3.0: `torchtitan/components/loss.py`, `torchtitan/distributed/utils.py` and `spmd_types.py`, and
-    `spmd_types/__init__.py` of spmd_types 0.2.3."""
+    """torchtitan 0.3.0: `torchtitan/components/loss.py`, `torchtitan/models/llama3/config_registry.py`,
+    `torchtitan/distributed/utils.py` and `spmd_types.py`, and `spmd_types/__init__.py` of spmd_types 0.2.3."""
     backend, meshes = ["spmd_types"], list[Any]()
 
     @contextlib.contextmanager
@@ -77,6 +82,9 @@ def torchtitan(version: str = "0.3.0") -> list[ModuleType]:
             CrossEntropyLoss=CrossEntropyLoss,
             ChunkedLossWrapper=ChunkedLossWrapper,
         ),
+        module("torchtitan.models"),
+        module("torchtitan.models.llama3"),
+        module("torchtitan.models.llama3.config_registry", llama3_8b=SimpleNamespace),
         module("torchtitan.distributed"),
         module(
             "torchtitan.distributed.utils",
@@ -303,7 +311,9 @@ class GPTModel(nn.Module):
         self.config, self.tp_group = config, dist.group.WORLD
         tables = [nn.Parameter(torch.randn(vocab_size, config.hidden_size) / 4) for _ in range(2)]
         self.first_row = vocab_size // config.tensor_model_parallel_size * dist.get_rank()
-        own = [nn.Parameter(table.detach().chunk(config.tensor_model_parallel_size)[dist.get_rank()]) for table in tables]
+        own = [
+            nn.Parameter(table.detach().chunk(config.tensor_model_parallel_size)[dist.get_rank()]) for table in tables
+        ]
         self.embedding = nn.Module()
         self.embedding.word_embeddings = nn.Module()
         self.embedding.word_embeddings.weight = own[0]
@@ -340,7 +350,8 @@ class GPTModel(nn.Module):
         output_processor: Any = None,
         output_processor_context: Any = None,
     ) -> Tensor:
-        table = self.embedding.word_embeddings.weight
+        embedding: Any = self.embedding
+        table: Tensor = embedding.word_embeddings.weight
         rows = input_ids.T - self.first_row
         mine = (rows >= 0) & (rows < len(table))
         hidden: Any = functional.embedding(rows.where(mine, 0), table) * mine[..., None]
@@ -406,3 +417,27 @@ class DistributedDataParallel(nn.Module):
 
     def finish_grad_sync(self) -> None:
         pass
+
+
+# Other trainers of docs/hosts.md
+
+
+def of_examples() -> list[ModuleType]:
+    """`get_batch` and `loss_func` of `pretrain_gpt.py`, in the repository of megatron-core; ai2-olmo-core 3.0.0,
+    nemo-automodel 0.7.0, axolotl 0.21.0 and lightning 2.6.6: the files that docs/hosts.md names."""
+    names = ("olmo_core", "olmo_core.nn", "olmo_core.nn.functional", "axolotl", "axolotl.integrations")
+    names += ("nemo_automodel", "nemo_automodel.components", "nemo_automodel.components.loss")
+    return [
+        *map(module, names),
+        module("pretrain_gpt", get_batch=None, loss_func=None),
+        module("olmo_core.nn.functional.cross_entropy_loss", _fused_linear_cross_entropy_loss=None),
+        module("nemo_automodel.components.loss.linear_ce_base", LinearCrossEntropy=LinearCrossEntropy),
+        module("axolotl.integrations.base", BasePlugin=object),
+        module("lightning", LightningModule=nn.Module),
+    ]
+
+
+class LinearCrossEntropy(nn.Module):
+    @staticmethod
+    def materialize_lm_weight(lm_weight: Tensor, *, grad_reduce_group: Any = None) -> Tensor:
+        return lm_weight

@@ -77,7 +77,7 @@ def _loss_class() -> type:
             batch_invariant: bool = False
 
         def __init__(self, config: Any, *, compile_config: Any = None) -> None:
-            self.options = {name: getattr(config, name) for name in OPTIONS}
+            self.options = {name: getattr(config, name) for name in OPTIONS} | {"ignore_index": IGNORE_INDEX}
             self.lm_head: nn.Module | None = None
 
         def set_lm_head(self, lm_head: nn.Module) -> None:
@@ -98,30 +98,29 @@ def _loss_class() -> type:
             """
             if self.lm_head is None:
                 raise ValueError("set_lm_head must be called before the loss: set model._skip_lm_head = True with it")
-            options = {**self.options, "ignore_index": IGNORE_INDEX}
-            return _loss(self.lm_head, pred, labels, global_valid_tokens, options), {}
+            return _loss(self.lm_head, pred, labels, global_valid_tokens, self.options), {}
 
     for made, name in ((LinearCrossEntropyLoss, ""), (LinearCrossEntropyLoss.Config, ".Config")):
         made.__qualname__ = f"LinearCrossEntropyLoss{name}"
     return LinearCrossEntropyLoss
 
 
-def _head_options(lm_head: nn.Module) -> dict[str, Any]:
+def _head_options(lm_head: Any) -> dict[str, Any]:
     """Returns the options of a loss that the output layer determines."""
-    # fully_shard and a config's sharding replace the class or the forward method of an instance.
-    made_by = next((cls for cls in type(lm_head).__mro__ if "forward" in vars(cls)), type(lm_head))
-    if made_by is nn.Linear:
+    # fully_shard makes a subclass, and a config's sharding replaces the forward method of the instance.
+    cls = next((one for one in type(lm_head).__mro__ if "forward" in vars(one)), type(lm_head))
+    if cls is nn.Linear:
         return {}
-    if (made_by.__module__, made_by.__name__) == ("torchtitan.models.muse_glimmer.model", "SoftCappedLinear"):
+    if (cls.__module__, cls.__name__) == ("torchtitan.models.muse_glimmer.model", "SoftCappedLinear"):
         return {"logit_scale": lm_head.output_multiplier, "softcap": lm_head.output_soft_cap_temp}
     raise ValueError(
-        "lm_head must be a torch.nn.Linear or muse_glimmer's SoftCappedLinear whose forward method is not replaced, as "
-        f"by converters of quantization or LoRA, got {made_by.__name__}"
+        "lm_head must be a torch.nn.Linear or the SoftCappedLinear of muse_glimmer, and not a subclass with another "
+        f"forward method, as for quantization or LoRA, got {cls.__name__}"
     )
 
 
 def _loss(
-    lm_head: nn.Module, hidden: Tensor, labels: Tensor, global_valid_tokens: Tensor | None, options: dict[str, Any]
+    lm_head: Any, hidden: Tensor, labels: Tensor, global_valid_tokens: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """Returns the loss of this rank's tokens, in a call of the output layer."""
     import spmd_types as spmd  # pyright: ignore[reportMissingImports]
@@ -134,26 +133,30 @@ def _loss(
     backend = get_spmd_backend()
     if backend not in BACKENDS:
         raise ValueError(f"parallelism.spmd_backend must be one of {', '.join(BACKENDS)}, got {backend}")
-    if global_valid_tokens is None:
-        options |= {"reduction": "sum"}
-    else:
-        options |= {"reduction": "mean", "normalizer": global_valid_tokens}
 
     def forward(hidden: Any) -> Tensor:
-        weight, bias = lm_head.weight, lm_head.bias
+        weight, more = lm_head.weight, dict[str, Any]()
         if is_dtensor(weight) != is_dtensor(hidden):
             raise ValueError(
-                "the hidden states and lm_head.weight must both be DTensors, or both plain within FSDP2, got "
-                f"{type(hidden).__name__} and {type(weight).__name__}"
+                "the hidden states and lm_head.weight must both be DTensors, as in partial_dtensor with tensor "
+                f"parallelism, or both plain Tensors, got {type(hidden).__name__} and {type(weight).__name__}"
             )
         if backend == "spmd_types" and spmd_mesh_size("tp") > 1:
-            # Each rank has a shard of the classes. The gradient of the hidden states is whole on each, and torchtitan
-            # adds those of the ranks, so that of one rank must stay and those of the others become 0: R to I.
+            # Each rank has a shard of the classes. The loss gives each the whole gradient of the hidden states, and
+            # torchtitan adds those of the ranks, so one rank must keep its own, and the others have 0: from R to I.
             group = current_spmd_mesh().get_group("tp")
             hidden = spmd.redistribute(hidden, group, src=spmd.R, dst=spmd.I)
-            shards = {"vocab_group": group, "vocab_size": lm_head.out_features}
-            return linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **shards, **options)
-        loss: Any = linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **options)
+            more = {"vocab_group": group, "vocab_size": lm_head.out_features}
+        loss: Any = linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            linear_bias=lm_head.bias,
+            reduction="sum" if global_valid_tokens is None else "mean",
+            normalizer=global_valid_tokens,
+            **more,
+            **options,
+        )
         return loss.to_local() if is_dtensor(loss) else loss
 
     checks_types = spmd.is_type_checking()

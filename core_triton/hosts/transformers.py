@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from core_triton.hosts.deferred import ForwardCall, FusedHead
 from core_triton.hosts.interface import check_options, check_version
 
-TESTED_VERSIONS = ("5.23",)
+TESTED_VERSIONS = ("5.20", "5.23")
 HOW_TO_GET_LOGITS = (
     "To get logits, call the model without labels, or in evaluation mode (model.eval()), or after "
     "core_triton.hosts.transformers.unpatch or the end of `with patch(...):`"
