@@ -57,13 +57,6 @@ def test_nemo_automodel_gets_the_sum_over_the_tokens_of_all_ranks() -> None:
     torch.testing.assert_close(loss_fn(x, TARGET, weight, loss_weights=weights), (losses * weights).sum())
 
 
-def test_axolotl_patches_the_model() -> None:
-    names = names_of("axolotl")
-    with mock.patch.dict(names, patch=mock.Mock()) as patched:
-        names["FusedLossPlugin"]().post_model_build(cfg={}, model="model")
-        patched["patch"].assert_called_once_with("model")
-
-
 def test_torchtitan_gets_a_config_of_the_loss() -> None:
     names = names_of("config_registry")
     loss = names["llama3_8b"]().loss.build(compile_config=None)

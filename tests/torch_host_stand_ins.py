@@ -18,6 +18,7 @@ from torch.nn import functional
 @contextlib.contextmanager
 def importable(*modules: ModuleType) -> Iterator[None]:
     """Makes modules importable, and the classes of adapters that are made from them."""
+    importlib.import_module("torch._dynamo")  # optimizers load it, and newer versions look for spmd_types
     from core_triton.hosts import torchtitan as adapter
 
     names = {one.__name__: one for one in modules}
