@@ -1718,7 +1718,12 @@ HOSTS_PARALLEL = (
     Mutation("core_triton/hosts/megatron.py", "None if output_layer.skip_bias_add else", "", OF_MEGATRON),
     Mutation("core_triton/hosts/megatron.py", "weight.grad_added_to_main_grad = True", "pass", OF_MEGATRON),
     Mutation("core_triton/hosts/megatron.py", "torch.zeros_like(weight) if", "torch.ones_like(weight) if", OF_MEGATRON),
-    Mutation("core_triton/hosts/megatron.py", " and weight.requires_grad:", ":", OF_MEGATRON),
+    Mutation(
+        "core_triton/hosts/megatron.py",
+        "needs_grad = weight.requires_grad and torch.is_grad_enabled()",
+        "needs_grad = True",
+        OF_MEGATRON,
+    ),
     Mutation("core_triton/hosts/megatron.py", "if output_layer.sequence_parallel:", "if False:", MEGATRON_RANKS),
     Mutation("core_triton/hosts/megatron.py", "if found != needed:", "if False:", OF_MEGATRON),
 )

@@ -84,7 +84,8 @@ def output_processor(**options: Any) -> Callable[..., Tensor]:
                 sequence, batch = hidden.shape[:2]
                 gathered = gathered_tokens(hidden, output_layer.tp_group, sequence * batch, 2, 0.0)
                 hidden = gathered.view(-1, batch, gathered.shape[-1])
-            if output_layer.gradient_accumulation_fusion and weight.requires_grad:
+            needs_grad = weight.requires_grad and torch.is_grad_enabled()
+            if output_layer.gradient_accumulation_fusion and needs_grad:
                 given["grad_into"] = _main_grad(weight)
                 hidden = _InMainGrad.apply(hidden, weight)
             bias = None if output_layer.skip_bias_add else output_layer.bias
