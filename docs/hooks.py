@@ -32,7 +32,12 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 PACKAGES = {
-    "core_triton": ("hosts.transformers.patch", "hosts.transformers.unpatch", "parallel.VocabParallel"),
+    "core_triton": (
+        "hosts.megatron.output_processor",
+        "hosts.transformers.patch",
+        "hosts.transformers.unpatch",
+        "parallel.VocabParallel",
+    ),
     "jax_pallas": (
         "hosts.heads.head_arguments",
         "hosts.heads.head_cross_entropy",

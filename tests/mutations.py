@@ -1697,12 +1697,43 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/maxtext.py", "        classes = fsdp = ()\n", "        pass\n", MAXTEXT_DEVICES),
     Mutation("jax_pallas/hosts/maxtext.py", "    setattr(train, name, function)", "    pass", MAXTEXT),
 )
+OF_TITAN, OF_MEGATRON = tests("hosts_torchtitan", "not installed"), tests("hosts_megatron", "not installed")
+TITAN_RANKS, MEGATRON_RANKS = (tests(f"hosts_{host}", "two_ranks") for host in ("torchtitan", "megatron"))
+HOSTS_PARALLEL = (
+    Mutation("core_triton/hosts/interface.py", "parts[: len(one)] == one", "True", OF_TITAN),
+    Mutation("core_triton/hosts/interface.py", 'found.split("+")[0]', "found", OF_TITAN),
+    Mutation(
+        "core_triton/hosts/interface.py", "        return module(*args)\n", "        return forward(*args)\n", OF_TITAN
+    ),
+    Mutation(
+        "core_triton/hosts/interface.py", '            vars(module)["forward"] = own\n', "            pass\n", OF_TITAN
+    ),
+    Mutation("core_triton/hosts/torchtitan.py", "if backend not in BACKENDS:", "if False:", OF_TITAN),
+    Mutation("core_triton/hosts/torchtitan.py", '"sum" if global_valid_tokens is None else "mean"', '"mean"', OF_TITAN),
+    Mutation("core_triton/hosts/torchtitan.py", "self.options |= _head_options(lm_head)", "pass", OF_TITAN),
+    Mutation("core_triton/hosts/torchtitan.py", "src=spmd.R, dst=spmd.I)", "src=spmd.R, dst=spmd.R)", TITAN_RANKS),
+    Mutation("core_triton/hosts/torchtitan.py", "loss.to_local() if is_dtensor(loss) else loss", "loss", TITAN_RANKS),
+    Mutation("core_triton/hosts/megatron.py", "if loss_mask is None else torch.where(", "if True else (", OF_MEGATRON),
+    Mutation("core_triton/hosts/megatron.py", "config.mup_output_mult if config.use_mup else 1.0", "1.0", OF_MEGATRON),
+    Mutation("core_triton/hosts/megatron.py", "None if output_layer.skip_bias_add else", "", OF_MEGATRON),
+    Mutation("core_triton/hosts/megatron.py", "weight.grad_added_to_main_grad = True", "pass", OF_MEGATRON),
+    Mutation("core_triton/hosts/megatron.py", "torch.zeros_like(weight) if", "torch.ones_like(weight) if", OF_MEGATRON),
+    Mutation(
+        "core_triton/hosts/megatron.py",
+        "needs_grad = weight.requires_grad and torch.is_grad_enabled()",
+        "needs_grad = True",
+        OF_MEGATRON,
+    ),
+    Mutation("core_triton/hosts/megatron.py", "if output_layer.sequence_parallel:", "if False:", MEGATRON_RANKS),
+    Mutation("core_triton/hosts/megatron.py", "if found != needed:", "if False:", OF_MEGATRON),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
     *HOSTS_TRANSFORMERS,
     *HOSTS_JAX,
+    *HOSTS_PARALLEL,
     *DOCTOR,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from host_stand_ins import jax_hosts
 from page_code import programs_of
+from torch_host_stand_ins import torch_hosts
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,9 +85,12 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
         assert not heading or heading in anchors(target), f"{path.name}: {link}#{heading}"
 
 
+HOSTS = {"hosts_jax.md": jax_hosts, "hosts.md": torch_hosts}  # modules with the interfaces of what is not installed
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_python_of_the_pages_runs(path: Path) -> None:
-    with jax_hosts() if path.name == "hosts_jax.md" else nullcontext():
+    with HOSTS.get(path.name, nullcontext)():
         run(path)
 
 

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from core_triton.hosts.deferred import ForwardCall, FusedHead
+from core_triton.hosts.interface import check_options, check_version
 
-TESTED_VERSIONS = ("5.23",)
-OPTIONS = ("implementation", "memory_budget", "head_precision", "batch_invariant")
+TESTED_VERSIONS = ("5.20", "5.23")
 HOW_TO_GET_LOGITS = (
     "To get logits, call the model without labels, or in evaluation mode (model.eval()), or after "
     "core_triton.hosts.transformers.unpatch or the end of `with patch(...):`"
@@ -105,10 +105,8 @@ def patch(model_or_class: Any = None, **options: Any) -> Patch:
         >>> tokens = torch.randint(50, (2, 8))
         >>> model.train()(input_ids=tokens, labels=tokens).loss.backward()
     """
-    _check_version()
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
-        raise TypeError(f"options must be among {', '.join(OPTIONS)}, got {', '.join(unknown)}")
+    check_version(__name__, "transformers", transformers.__version__, TESTED_VERSIONS)
+    check_options(options)
     if model_or_class is None:
         _patch_all(options)
     elif isinstance(model_or_class, type) and issubclass(model_or_class, PreTrainedModel):
@@ -149,14 +147,6 @@ def unpatch(model_or_class: Any = None) -> None:
         for module in model.modules():  # the head, and copies of it, such as those of peft
             if isinstance(module, FusedHead):
                 _restore_head(module)
-
-
-def _check_version() -> None:
-    found = transformers.__version__
-    if found.split(".")[:2] not in [tested.split(".") for tested in TESTED_VERSIONS]:
-        raise RuntimeError(
-            f"core_triton.hosts.transformers was tested with transformers {', '.join(TESTED_VERSIONS)}, found {found}"
-        )
 
 
 def _base_model(model: Any) -> PreTrainedModel:

@@ -1,0 +1,60 @@
+"""What adapters share: checks of a host's version and of options, and a module's call with another forward method."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+OPTIONS = ("implementation", "memory_budget", "head_precision", "batch_invariant")  # of `linear_cross_entropy`
+
+
+def check_version(adapter: str, host: str, found: str, tested: Sequence[str]) -> None:
+    """Checks the version of a host.
+
+    Args:
+        adapter: the module, for the message.
+        host: the name of the host's package.
+        found: the installed version.
+        tested: the versions that the adapter is tested with. "5.23" stands for 5.23.0, 5.23.1 and so on.
+
+    Raises:
+        RuntimeError: the version was not tested. The message names those that were.
+    """
+    parts = found.split("+")[0].split(".")  # without what a build adds, such as +cu130
+    if not any(parts[: len(one)] == one for one in (version.split(".") for version in tested)):
+        raise RuntimeError(f"{adapter} was tested with {host} {', '.join(tested)}, found {found}")
+
+
+def check_options(options: Mapping[str, Any], names: Sequence[str] = OPTIONS) -> None:
+    """Checks the names of the options that a user gives an adapter.
+
+    Raises:
+        TypeError: an option is none of `names`.
+    """
+    unknown = sorted(set(options) - set(names))
+    if unknown:
+        raise TypeError(f"options must be among {', '.join(names)}, got {', '.join(unknown)}")
+
+
+def call_with_forward(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    """Calls a module whose forward method is another function in this call.
+
+    The hooks of the module run as in any call, such as those of FSDP2, which gather its weight for the call, and those
+    of Megatron's distributed optimizer, which wait for it.
+
+    Args:
+        module: of the host.
+        forward: gets `args` after the hooks.
+
+    Returns:
+        What `forward` returns, after the hooks.
+    """
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        return module(*args)
+    finally:
+        if own is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own
