@@ -41,7 +41,7 @@ from assertions import least_budget
 from dtensor_checks import DTENSOR_CHECKS, mesh_of, use_small_parts
 from gathered_checks import GATHERED_CHECKS, error
 from head_checks import HEAD_CHECKS
-from host_checks import HOST_CHECKS
+from host_checks import HOST_CHECKS, VERL_CHECKS
 
 import core_triton
 from core_triton import vocab_shard
@@ -634,7 +634,7 @@ def worker(
     for request in requests:
         form, name = request.split(":", 1)
         if form == "check":
-            run_check(request, (CHECKS | KERNEL_CHECKS | HOST_CHECKS)[name], rank, ranks, write)
+            run_check(request, (CHECKS | KERNEL_CHECKS | HOST_CHECKS | VERL_CHECKS)[name], rank, ranks, write)
             continue
         case = replace(by_name[name], tight_memory=True)
         arrays, place, of_dtensors = make_arrays(by_name[name]), places.get(form, whole), form in PLACEMENTS

@@ -87,11 +87,17 @@ def make(name: str, folder: Path, model: Any = None, cls: Any = None, steps: int
     }
     if name in ("GRPO", "RLOO"):
         kwargs["reward_funcs"] = reward
+    if name in ("DPO", "KTO") and "peft_config" not in kwargs:
+        kwargs.setdefault("ref_model", make_model())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(trl, f"{name}Config")(**options)
+        model = make_model() if model is None else model
+        if config.beta if name in ("GRPO", "RLOO") else False:  # the reference model is loaded again
+            model.save_pretrained(folder / "model")
+            model = type(model).from_pretrained(folder / "model")
         return (cls or getattr(trl, f"{name}Trainer"))(
-            make_model() if model is None else model,
+            model,
             args=config,
             train_dataset=examples(name),
             processing_class=tokenizer(),

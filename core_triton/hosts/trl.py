@@ -482,7 +482,7 @@ class PolicyLoss(NamedTuple):
     def named(self) -> token_losses.Named | None:
         """Returns the same loss of `token_losses`, which is one kernel, if there is one."""
         with_old, _, with_mask = self.given
-        plain = not self.weighted_kl and not with_mask
+        plain = not with_mask and not (self.weighted_kl and self.beta)
         if plain and self.loss_type in CLIPPED and self.delta is None:
             if with_old:
                 return token_losses.grpo(self.epsilon_low, self.epsilon_high, self.beta)
