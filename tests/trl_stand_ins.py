@@ -201,7 +201,8 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
             sums = outputs.log_probs.sum(1)
             if self.ref_model is not None:
                 with torch.no_grad():
-                    sums = sums - self.ref_model(inputs["input_ids"], labels=labels, fused_lm_head=True).log_probs.sum(1)
+                    reference = self.ref_model(inputs["input_ids"], labels=labels, fused_lm_head=True)
+                sums = sums - reference.log_probs.sum(1)
             return -nn.functional.logsigmoid(0.1 * sums).mean()
 
     made = {"SFTTrainer": SFTTrainer, "GRPOTrainer": GRPOTrainer}

@@ -68,7 +68,7 @@ def make(name: str, folder: Path, model: Any = None, cls: Any = None, steps: int
     """Returns a trainer: SFT, GRPO, DPO, KTO or RLOO."""
     import trl
 
-    kwargs = {key: more.pop(key) for key in ("compute_loss_func", "peft_config", "ref_model") if key in more}
+    kwargs = {key: more.pop(key) for key in ("eval_dataset", "peft_config", "ref_model") if key in more}
     options = {
         "output_dir": str(folder),
         "max_steps": steps,
@@ -111,6 +111,10 @@ def train(trainer: Any) -> list[dict[str, float]]:
         warnings.simplefilter("ignore")
         trainer.train()
     return [
-        {key: float(value) for key, value in step.items() if "time" not in key and "second" not in key}
+        {
+            key: float("nan") if value is None else float(value)
+            for key, value in step.items()
+            if "time" not in key and "second" not in key
+        }
         for step in trainer.state.log_history
     ]
