@@ -26,7 +26,15 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 PACKAGES = {
-    "core_triton": ("hosts.transformers.patch", "hosts.transformers.unpatch", "parallel.VocabParallel"),
+    "core_triton": (
+        "hosts.transformers.patch",
+        "hosts.transformers.unpatch",
+        "hosts.trl.patch",
+        "hosts.trl.unpatch",
+        "hosts.verl.patch",
+        "hosts.verl.unpatch",
+        "parallel.VocabParallel",
+    ),
     "jax_pallas": (
         "hosts.heads.head_arguments",
         "hosts.heads.head_cross_entropy",

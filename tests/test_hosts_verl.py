@@ -55,14 +55,14 @@ def test_results_and_gradients_are_those_of_verl(adapter: Any, options: tuple[An
 
 def test_unpatch_and_what_is_refused(adapter: Any) -> None:
     functions = [sys.modules[name].linear_cross_entropy for name in (KERNEL, MCORE)]
-    with pytest.raises(TypeError, match="options must be among implementation, .*, got softcap"):
+    with pytest.raises(TypeError, match=r"options must be among implementation, .*, got softcap"):
         adapter.patch(softcap=3.0)
     with pytest.raises(RuntimeError, match="verl is not patched"):
         adapter.unpatch()
     with adapter.patch(), pytest.raises(RuntimeError, match="verl is patched already"):
         adapter.patch()
     assert [sys.modules[name].linear_cross_entropy for name in (KERNEL, MCORE)] == functions
-    with pytest.raises(ValueError, match='reduction must be "none", got \'mean\''):
+    with pytest.raises(ValueError, match="reduction must be \"none\", got 'mean'"):
         adapter.linear_cross_entropy(*arrays(), LABELS, 1.0, "mean")
     with (
         mock.patch.object(adapter.verl, "__version__", "0.8.2"),

@@ -95,7 +95,10 @@ def test_packages_of_flax_models_import_one_way() -> None:
 IMPORTED = {
     # Loading torch._dynamo takes two seconds, and only torch.compile needs it.
     "core_triton": [
-        ("core_triton, core_triton.hosts", JAX | {"jax_pallas", "flax_models", "torch._dynamo", "transformers"})
+        (
+            "core_triton, core_triton.hosts, core_triton.hosts.interface",
+            JAX | {"jax_pallas", "flax_models", "torch._dynamo", "transformers", "trl", "verl"},
+        )
     ],
     "jax": [
         (

@@ -3,7 +3,7 @@ materialized logits. Each says which file of which version has its interface."""
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,6 +26,11 @@ def installed(*modules: ModuleType) -> Iterator[None]:
             if hasattr(hosts, name):
                 delattr(hosts, name)
         yield
+
+
+def torch_hosts() -> AbstractContextManager[None]:
+    """Makes all hosts of this file importable."""
+    return installed(*trl(), *verl())
 
 
 def module(name: str, **names: Any) -> ModuleType:
@@ -128,6 +133,8 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
     class Trainer:
         outputs: tuple[str, ...] = ("log_probs", "entropy")
         temperature = 1.0
+        loss_type: str
+        _entropy_bonus_enabled: bool
 
         def __init__(self, model: Any, args: Any = None, ref_model: Any = None, **kwargs: Any) -> None:
             self.model, self.ref_model = Model() if isinstance(model, str) else model, ref_model
@@ -148,8 +155,12 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
             raise NotImplementedError
 
         def train(self) -> None:
+            tokens, ones = torch.arange(8).view(2, 4), torch.ones(2, 4, dtype=torch.long)
+            prompts: dict[str, Tensor] = {"prompt_ids": tokens, "completion_ids": tokens, "completion_mask": ones}
+            of_sft = {"input_ids": tokens, "labels": tokens}
+            of_grpo = {**prompts, "advantages": torch.ones(2)}
             for _ in range(self.args.max_steps):
-                self.compute_loss(self.model, self.args.batch).backward()
+                self.compute_loss(self.model, of_sft if isinstance(self, SFTTrainer) else of_grpo).backward()
 
     class SFTTrainer(Trainer):
         """`trl/trainer/sft_trainer.py`."""
@@ -213,7 +224,8 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
     }
     for name, computed in outputs.items():
         made[name] = type(name, (SequenceTrainer,), {"outputs": computed})
-    configs = {name.replace("Trainer", "Config"): Config for name in made}
+    configs: dict[str, Any] = {name.replace("Trainer", "Config"): Config for name in made}
+    configs["GRPOConfig"] = lambda **options: Config(**({"loss_type": "dapo"} | options))
     package = module("trl", __path__=[], __version__=version, **made, **configs)
     trainer = module("trl.trainer", __path__=[], utils=utils)
     vars(package)["trainer"] = trainer

@@ -40,7 +40,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def examples(name: str) -> Any:
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports]
 
     generator = torch.Generator().manual_seed(1)
 
@@ -66,7 +66,7 @@ MORE: dict[str, dict[str, Any]] = {"GRPO": GENERATION, "RLOO": GENERATION}
 
 def make(name: str, folder: Path, model: Any = None, cls: Any = None, steps: int = 20, **more: Any) -> Any:
     """Returns a trainer: SFT, GRPO, DPO, KTO or RLOO."""
-    import trl
+    import trl  # pyright: ignore[reportMissingImports]
 
     kwargs = {key: more.pop(key) for key in ("eval_dataset", "peft_config", "ref_model") if key in more}
     options = {

@@ -15,8 +15,7 @@ error if the gradient that the trainer computed has another direction.
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from functools import wraps
-from types import TracebackType
+from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -24,17 +23,17 @@ import torch
 from torch import Tensor
 
 try:
-    import trl  # pyright: ignore[reportMissingImports]
+    import trl
 except ImportError as error:
     raise ImportError("core_triton.hosts.trl needs trl: pip install trl") from error
 from trl.trainer import utils  # pyright: ignore[reportMissingImports]
 
 from core_triton import token_losses
+from core_triton.hosts.interface import OPTIONS, Patch, check_options, check_version
 from core_triton.linear_ce import linear_log_probs, linear_token_loss_with_stats
 
 TESTED_VERSIONS = ("1.16",)
 TRAINERS = ("SFTTrainer", "GRPOTrainer", "DPOTrainer", "KTOTrainer", "RLOOTrainer")
-OPTIONS = ("implementation", "memory_budget", "saved_budget", "head_precision", "batch_invariant")
 # Other trainers need more statistics than `linear_log_probs`, the function with a saved_budget, has.
 TAKE_SAVED_BUDGET = ("GRPOTrainer", "RLOOTrainer")
 # trl's names of what a head returns after the log-probabilities, in order, and the statistic that each is computed from
@@ -50,21 +49,6 @@ _classes: dict[type, "_ClassPatch"] = {}
 _trainers: "WeakSet[_Installed]" = WeakSet()
 _replaced: dict[str, Any] = {}  # names of trl.trainer.utils while something is patched
 _called: ContextVar["_Installed | None"] = ContextVar("of the patched trainer whose model is called", default=None)
-
-
-class Patch:
-    """What `patch` returns. The end of its `with` block undoes the patch."""
-
-    def __init__(self, trainer_or_class: Any) -> None:
-        self.trainer_or_class = trainer_or_class
-
-    def __enter__(self) -> Any:
-        return self.trainer_or_class
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        unpatch(self.trainer_or_class)
 
 
 def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
@@ -93,10 +77,9 @@ def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
         >>> _ = patch(trainer)
         >>> trainer.train()
     """
-    _check_version()
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
-        raise TypeError(f"options must be among {', '.join(OPTIONS)}, got {', '.join(unknown)}")
+    found = trl.__version__  # pyright: ignore[reportAttributeAccessIssue]
+    check_version(__name__, "trl", found, TESTED_VERSIONS)
+    check_options(options, (*OPTIONS, "saved_budget"))
     if trainer_or_class is None:
         classes = [cls for cls in (getattr(trl, name) for name in TRAINERS) if cls not in _classes]
         if not classes:
@@ -115,7 +98,7 @@ def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
         if _patch_of(trainer_or_class) is not None:
             raise RuntimeError(f"this {type(trainer_or_class).__name__} is patched already")
         _patch_trainer(trainer_or_class, options)
-    return Patch(trainer_or_class)
+    return Patch(partial(unpatch, trainer_or_class), trainer_or_class)
 
 
 def unpatch(trainer_or_class: Any = None) -> None:
@@ -140,12 +123,6 @@ def unpatch(trainer_or_class: Any = None) -> None:
             raise RuntimeError(f"this {type(trainer_or_class).__name__} is not patched")
         installed.remove()
     _replace_functions()
-
-
-def _check_version() -> None:
-    found = trl.__version__
-    if found.split(".")[:2] not in [tested.split(".") for tested in TESTED_VERSIONS]:
-        raise RuntimeError(f"core_triton.hosts.trl was tested with trl {', '.join(TESTED_VERSIONS)}, found {found}")
 
 
 def _base(cls: type) -> type:

@@ -9,40 +9,28 @@ The models in `verl/models/transformers` import it in each forward call, and
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 try:
-    import verl  # pyright: ignore[reportMissingImports]
+    import verl
 except ImportError as error:
     raise ImportError("core_triton.hosts.verl needs verl: pip install verl") from error
 from verl.utils.kernel import linear_cross_entropy as kernel  # pyright: ignore[reportMissingImports]
 
+from core_triton.hosts.interface import OPTIONS, Patch, check_options, check_version
 from core_triton.linear_ce import linear_log_probs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 TESTED_VERSIONS = ("0.9",)
-OPTIONS = ("implementation", "memory_budget", "saved_budget", "head_precision", "batch_invariant")
 NAME = "linear_cross_entropy"
 
 _options: dict[str, Any] = {}
 _replaced: list[Any] = []  # verl's function, while it is replaced
-
-
-class Patch:
-    """What `patch` returns. The end of its `with` block undoes the patch."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        unpatch()
 
 
 def patch(**options: Any) -> Patch:
@@ -62,12 +50,9 @@ def patch(**options: Any) -> Patch:
         >>> from core_triton.hosts.verl import patch
         >>> _ = patch(saved_budget=2**30)
     """
-    found = verl.__version__
-    if found.split(".")[:2] not in [tested.split(".") for tested in TESTED_VERSIONS]:
-        raise RuntimeError(f"core_triton.hosts.verl was tested with verl {', '.join(TESTED_VERSIONS)}, found {found}")
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
-        raise TypeError(f"options must be among {', '.join(OPTIONS)}, got {', '.join(unknown)}")
+    found = verl.__version__  # pyright: ignore[reportAttributeAccessIssue]
+    check_version(__name__, "verl", found, TESTED_VERSIONS)
+    check_options(options, (*OPTIONS, "saved_budget"))
     if _replaced:
         raise RuntimeError("verl is patched already")
     function = getattr(kernel, NAME)
@@ -75,7 +60,7 @@ def patch(**options: Any) -> Patch:
     _replaced.append(function)
     for module in _modules_with(function):
         setattr(module, NAME, linear_cross_entropy)
-    return Patch()
+    return Patch(unpatch)
 
 
 def unpatch() -> None:
