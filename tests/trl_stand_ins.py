@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,29 @@ ADAPTERS = ("trl", "verl")
 
 @contextmanager
 def installed(*modules: ModuleType) -> Iterator[None]:
-    """Makes modules importable. Adapters of hosts that are imported within import these."""
-    with mock.patch.dict(sys.modules, {module.__name__: module for module in modules}):
-        for name in ADAPTERS:
-            sys.modules.pop(f"core_triton.hosts.{name}", None)
-            if hasattr(hosts, name):
-                delattr(hosts, name)
+    """Makes modules importable. Adapters of hosts that are imported within import these. Other modules that are
+    imported within stay."""
+    names = [module.__name__ for module in modules]
+    hosts_of = {name.split(".")[0] for name in names}
+    replaced = {name: one for name, one in sys.modules.items() if name.split(".")[0] in hosts_of}
+    for name in replaced:
+        del sys.modules[name]
+    sys.modules.update(zip(names, modules, strict=True))
+    _forget_adapters()
+    try:
         yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(replaced)
+        _forget_adapters()
+
+
+def _forget_adapters() -> None:
+    for name in ADAPTERS:
+        sys.modules.pop(f"core_triton.hosts.{name}", None)
+        if hasattr(hosts, name):
+            delattr(hosts, name)
 
 
 def torch_hosts() -> AbstractContextManager[None]:
