@@ -26,7 +26,7 @@ from core_triton.linear_ce import linear_log_probs
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-TESTED_VERSIONS = ("0.9",)
+TESTED_VERSIONS = ("0.9.1",)
 NAME = "linear_cross_entropy"
 
 _options: dict[str, Any] = {}
