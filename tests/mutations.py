@@ -1684,9 +1684,8 @@ HOSTS_TRL = (
     Mutation("core_triton/hosts/trl.py", "if patched.of_all]", "]", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "if one is not None and len(one) != rows:", "if False:", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "rest.amax() > TOLERANCE", "rest.amax() < TOLERANCE", OF_TRL),
-    Mutation(
-        "core_triton/hosts/trl.py", "return factor, None, None, None", "return gradient.sum(), *[None] * 3", OF_TRL
-    ),
+    Mutation("core_triton/hosts/trl.py", "return factor.float(), None", "return gradient.sum(), None", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "None, 0.01 * trainer.beta", "None, 0.0", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "or trainer.off_policy_mask_threshold is not None", "", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "        or trainer._entropy_bonus_enabled\n", "", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "        or trainer.top_entropy_quantile < 1.0\n", "", OF_TRL),

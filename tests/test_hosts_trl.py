@@ -248,6 +248,23 @@ def test_named_losses_are_those_of_policy_loss(adapter: Any) -> None:
     assert found == {"grpo", "reinforce", "cispo"}
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_gradient_of_rounding_errors_is_no_other_loss(adapter: Any, loss_type: str, weighted: bool) -> None:
+    """All answers have the same reward, and the reference model is that of the first step."""
+    options = {"loss_type": loss_type, "beta": 0.3, "use_bias_correction_kl": weighted}
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(**options))
+    inputs = grpo_inputs(trainer, REF)
+    inputs["advantages"] = torch.zeros(4)
+    with torch.no_grad():
+        log_probs, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs)
+    inputs[REF] = log_probs + 1e-6 * (uniform(6, 4, 6) - 0.5)
+    expected = step(trainer, inputs)
+    with adapter.patch(trainer), calls_of(adapter) as calls:
+        same(step(trainer, inputs), expected)
+        assert calls == THREE
+
+
 def test_gradients_of_another_loss_are_refused(adapter: Any) -> None:
     trainer, inputs = adapter.trl.SFTTrainer(Model()), sft_inputs()
     message = "the gradient of the loss of SFTTrainer by the log-probabilities is not the one that"

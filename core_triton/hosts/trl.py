@@ -43,12 +43,12 @@ STATISTICS = {
     "mean_logits": "mean_logit",
     "is_top1": "argmax",
 }
-TOLERANCE = 1e-3  # of the direction of a gradient. Rounding makes differences of 1e-6 of the largest entry.
+TOLERANCE = 1e-3  # of the entries of a gradient, relative to the largest one
 
 _classes: dict[type, "_ClassPatch"] = {}
 _trainers: "WeakSet[_Installed]" = WeakSet()
 _replaced: dict[str, Any] = {}  # names of trl.trainer.utils while something is patched
-_called: ContextVar["_Installed | None"] = ContextVar("of the patched trainer whose model is called", default=None)
+_called: ContextVar["_Installed | None"] = ContextVar("called", default=None)  # of the trainer whose model is called
 
 
 def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
@@ -337,11 +337,13 @@ class Objective(NamedTuple):
         token_loss: of `linear_token_loss`.
         per_token: (N,) each, its arguments besides the log-probabilities.
         token_weight: (N,) positive, a factor of each token, or None.
+        rounding: () or a number. Where no derivative is larger, rounding may be a large part of all of them.
     """
 
     token_loss: Callable[..., Tensor]
     per_token: tuple[Tensor, ...] = ()
     token_weight: Tensor | None = None
+    rounding: Tensor | float = 0.0
 
     def check(self, trainer: str, rows: int) -> None:
         """Raises if the head gets another number of tokens."""
@@ -371,16 +373,22 @@ class _LogProbsOfLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         (log_prob,) = ctx.saved_tensors
-        derivative = ctx.objective.derivative(log_prob)
-        factor = (gradient @ derivative) / (derivative @ derivative).clamp(min=torch.finfo(torch.float32).tiny)
-        rest = (gradient - factor * derivative).abs()
-        if len(rest) and rest.amax() > TOLERANCE * gradient.abs().amax():  # False for NaN, which then propagates
+        derivative = ctx.objective.derivative(log_prob).double()
+        d_log_prob = gradient.double()
+        factor = (d_log_prob @ derivative) / (derivative @ derivative).clamp(min=torch.finfo(torch.float64).tiny)
+        rest = (d_log_prob - factor * derivative).abs()
+        # Comparisons with NaN, which propagates, are False.
+        if (
+            len(rest)
+            and derivative.abs().amax() > ctx.objective.rounding
+            and rest.amax() > TOLERANCE * d_log_prob.abs().amax()
+        ):
             raise RuntimeError(
                 f"the gradient of the loss of {ctx.trainer} by the log-probabilities is not the one that "
                 "core_triton.hosts.trl computes for its options. Undo the patch with "
                 "core_triton.hosts.trl.unpatch to compute another loss"
             )
-        return factor, None, None, None
+        return factor.float(), None, None, None
 
 
 def _nll(log_prob: Tensor) -> Tensor:
@@ -425,9 +433,11 @@ def _grpo_objective(trainer: Any, inputs: dict[str, Any]) -> Objective | None:
         advantages = advantages * inputs["importance_sampling_ratio"]
     old = inputs.get("old_per_token_logps")
     ref = inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None
-    weight = None
+    # The derivative of the KL divergence is beta * (1 - ratio), which is rounding if all ratios are about 1.
+    weight, rounding = None, 0.01 * trainer.beta
     if loss_type in MEAN_OF_SEQUENCES:
-        weight = rows(1.0 / mask.sum(-1, keepdim=True).clamp(min=1.0))
+        of_sequences = 1.0 / mask.sum(-1, keepdim=True).clamp(min=1.0)
+        weight, rounding = rows(of_sequences), rounding * of_sequences.amax()
     tokens_mask = rows(mask) if "tool_mask" in inputs else None
     loss = PolicyLoss(
         loss_type,
@@ -440,7 +450,8 @@ def _grpo_objective(trainer: Any, inputs: dict[str, Any]) -> Objective | None:
         (old is not None, ref is not None, tokens_mask is not None),
     )
     given = [rows(advantages), *(rows(one) for one in (old, ref) if one is not None)]
-    return Objective(loss.named() or loss, (*given, *([] if tokens_mask is None else [tokens_mask])), weight)
+    per_token = *given, *([] if tokens_mask is None else [tokens_mask])
+    return Objective(loss.named() or loss, per_token, weight, rounding)
 
 
 class PolicyLoss(NamedTuple):
