@@ -6,10 +6,13 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 LATEST := .venv-latest/bin
+WITH_HOSTS := .venv-hosts/bin
 INSTALL := pip install --quiet --disable-pip-version-check --retries 10
 # The parts of JAX's CUDA plugin that compile for a GPU that is not present. They are outside the environment, because
 # JAX would look for a driver there.
 GPU_COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+# Hosts that need other versions of some packages than the tests: their files are read or imported without these.
+HOSTS := verl==0.9.1 torchtitan==0.3.0 megatron-core==0.19.2
 # Python keeps its compiled files even where the environment forbids it: without them pytest rewrites every test file.
 TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
@@ -24,13 +27,14 @@ for candidate in "$${PYTHON:-}" python3.12 python3 python python3.13 \
 done; echo "no Python 3.12 that runs was found; set PYTHON=/path/to/python3.12" >&2; exit 1
 endef
 
-.PHONY: help train test test-slow test-latest test-mutations lint format docs parity clean
+.PHONY: help train test test-slow test-latest test-hosts test-mutations lint format docs parity clean
 
 help:
 	@echo "make train        set up, then train the tiny language model on the standard library's sources"
 	@echo "make test         set up, then run the quick CPU tests (10 minutes of CPU time)"
 	@echo "make test-slow    the cases that make test leaves out and that need no GPU"
 	@echo "make test-latest  the quick CPU tests with the newest torch, triton, jax and NumPy"
+	@echo "make test-hosts   the tests of the adapters with the released packages of their hosts"
 	@echo "make test-mutations  break the code in some 550 places, one at a time: the quick tests must notice each"
 	@echo "make parity       run the parity table on this machine"
 	@echo "make lint         ruff and pyright;  make format: let ruff rewrite"
@@ -57,6 +61,12 @@ help:
 	  --target .venv-latest/gpu-compiler jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
 
+.venv-hosts/.hosts: pyproject.toml constraints.txt .venv/bin/python
+	@python=$$($(find_python)); rm -rf .venv-hosts; "$$python" -m venv .venv-hosts
+	@$(WITH_HOSTS)/$(INSTALL) --constraint constraints.txt --editable ".[dev,hosts]"
+	@$(WITH_HOSTS)/$(INSTALL) --no-deps $(HOSTS)
+	@touch $@
+
 .venv-docs/.docs: pyproject.toml constraints.txt
 	@python=$$($(find_python)); "$$python" -m venv .venv-docs
 	@.venv-docs/bin/$(INSTALL) --constraint constraints.txt --editable ".[docs]"
@@ -74,6 +84,9 @@ test-slow: .venv/.dev
 test-latest: .venv-latest/.dev
 	@$(LATEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|jax|jaxlib|numpy|flax|optax) '
 	@$(TEST_ENV) $(LATEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
+
+test-hosts: .venv-hosts/.hosts
+	@$(TEST_ENV) $(WITH_HOSTS)/python -m pytest tests/test_hosts_*.py -n $(WORKERS) --dist load -m "not gpu" $(ARGS)
 
 test-mutations: .venv/.dev
 	@$(BIN)/python tests/mutations.py $(ARGS)
@@ -94,4 +107,4 @@ format: .venv/.dev
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-latest .venv-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-docs .venv-hosts build *.egg-info .pytest_cache .ruff_cache .hypothesis

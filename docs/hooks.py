@@ -36,6 +36,10 @@ PACKAGES = {
         "hosts.megatron.output_processor",
         "hosts.transformers.patch",
         "hosts.transformers.unpatch",
+        "hosts.trl.patch",
+        "hosts.trl.unpatch",
+        "hosts.verl.patch",
+        "hosts.verl.unpatch",
         "parallel.VocabParallel",
     ),
     "jax_pallas": (

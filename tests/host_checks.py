@@ -99,3 +99,32 @@ HOST_CHECKS: dict[str, Callable[[int, int], None]] = {
         check_hosts_transformers, wrap=partial(with_fsdp2, head=False), tied=True, first=True
     ),
 }
+
+
+def check_hosts_verl(rank: int, ranks: int) -> None:
+    """The ranks' parts of the gradient of the hidden states add up to the gradient, as those of verl do. Each rank has
+    the gradient of its rows of the head."""
+    from trl_stand_ins import installed, verl
+
+    torch.manual_seed(0)
+    whole, hidden = torch.randn(31 * ranks, 16), torch.randn(2, 3, 16)
+    labels = torch.tensor([[1, 5, 31 * ranks - 1], [0, 2, 31]])
+    rows = slice(31 * rank, 31 * (rank + 1))
+    found = []
+    with installed(*verl()):
+        from core_triton.hosts import verl as adapter
+
+        for group, weight in ((None, whole), (dist.group.WORLD, whole[rows])):
+            x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            log_probs, entropy = adapter.linear_cross_entropy(x, w, labels, 0.7, "none", group)
+            (log_probs @ torch.linspace(-1, 1, 6) - 0.1 * entropy.sum()).backward()
+            assert x.grad is not None
+            assert w.grad is not None
+            found.append([log_probs.detach(), entropy.detach(), x.grad, w.grad])
+    expected, parts = found
+    expected[3] = expected[3][rows]
+    dist.all_reduce(parts[2])
+    torch.testing.assert_close(parts, expected)
+
+
+VERL_CHECKS: dict[str, Callable[[int, int], None]] = {"log-probabilities of verl": check_hosts_verl}

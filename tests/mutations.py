@@ -1657,6 +1657,54 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
 
+OF_TRL, OF_VERL = tests("hosts_trl", "not twenty"), tests("hosts_verl", "not two_ranks")
+HOSTS_TRL = (
+    Mutation("core_triton/hosts/interface.py", "if not any(parts[", "if False and any(parts[", OF_TRL),
+    Mutation("core_triton/hosts/interface.py", "        self._unpatch()\n", "        pass\n", OF_TRL),
+    Mutation(
+        "core_triton/hosts/trl.py", '"logit_scale": logit_scale / temperature', '"logit_scale": logit_scale', OF_TRL
+    ),
+    Mutation("core_triton/hosts/trl.py", "else softcap / temperature", "else softcap", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", '"linear_bias": bias,', '"linear_bias": None,', OF_TRL),
+    Mutation("core_triton/hosts/trl.py", '"is_top1": "argmax"', '"is_top1": "is_top1"', OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "of_tokens.sum_squared_probs.log()", "of_tokens.sum_squared_probs", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "-loss if differentiated else", "loss if differentiated else", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "saved_budget=self.saved_budget, ", "", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "weight, bias = weight.to(hidden.dtype), None if", "bias = None if", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "return _called.get() is not None or ", "return ", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "            hook.remove()\n", "            pass\n", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", 'pop("_compute_loss", None)', 'get("_compute_loss")', OF_TRL),
+    Mutation(
+        "core_triton/hosts/trl.py", "            _called.reset(self.tokens.pop())\n", "            pass\n", OF_TRL
+    ),
+    Mutation("core_triton/hosts/trl.py", ", with_kwargs=True, always_call=True", ", with_kwargs=True", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", " and cls.compute_loss is base.compute_loss", "", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", " and cls._compute_loss is base._compute_loss", "", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "        installed.remove()\n\n\ndef", "        pass\n\n\ndef", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "if patched.of_all]", "]", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "if one is not None and len(one) != rows:", "if False:", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "rest.amax() > TOLERANCE", "rest.amax() < TOLERANCE", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "return factor.float(), None", "return gradient.sum(), None", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "None, 0.01 * trainer.beta", "None, 0.0", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "or trainer.off_policy_mask_threshold is not None", "", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "        or trainer._entropy_bonus_enabled\n", "", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "        or trainer.top_entropy_quantile < 1.0\n", "", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", 'trainer.importance_sampling_level != "token"', "False", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "if loss_type in MEAN_OF_SEQUENCES:", "if False:", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "(self.weighted_kl and self.beta)", "self.weighted_kl", OF_TRL),
+    Mutation(
+        "core_triton/hosts/trl.py", 'loss_type == "cispo" and self.epsilon_high >= 1', 'loss_type == "cispo"', OF_TRL
+    ),
+    Mutation("core_triton/hosts/trl.py", "else ratio.clamp(max=self.delta)", "else ratio", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "kl * weight if self.weighted_kl else kl", "kl", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "return loss * rest.pop(0) if with_mask else loss", "return loss", OF_TRL),
+    Mutation("core_triton/hosts/verl.py", "lambda gradient: gradient / ranks", "lambda gradient: gradient", OF_VERL),
+    Mutation("core_triton/hosts/verl.py", "or dist_process_group.size() == 1", "", OF_VERL),
+    Mutation("core_triton/hosts/verl.py", "logit_scale=1 / temperature", "logit_scale=temperature", OF_VERL),
+    Mutation("core_triton/hosts/verl.py", "    _options.clear()\n", "", OF_VERL),
+    Mutation("core_triton/hosts/verl.py", 'if reduction != "none":', "if False:", OF_VERL),
+)
+
 OF_JAX_HOSTS = tests("hosts_jax", "not tunix and not levanter and not maxtext and not devices or another_interface")
 TUNIX, LEVANTER, MAXTEXT = (tests("hosts_jax", f"{host} and not devices") for host in ("tunix", "levanter", "maxtext"))
 MAXTEXT_DEVICES = tests("hosts_jax", "devices and MaxText")
@@ -1732,6 +1780,7 @@ MUTATIONS = (
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
     *HOSTS_TRANSFORMERS,
+    *HOSTS_TRL,
     *HOSTS_JAX,
     *HOSTS_PARALLEL,
     *DOCTOR,

@@ -99,7 +99,7 @@ IMPORTED = {
             # The adapters of torchtitan and Megatron-core import their host when they are used.
             "core_triton, core_triton.hosts, core_triton.hosts.megatron, core_triton.hosts.torchtitan",
             JAX
-            | {"jax_pallas", "flax_models", "torch._dynamo", "transformers"}
+            | {"jax_pallas", "flax_models", "torch._dynamo", "transformers", "trl", "verl"}
             | {"torchtitan", "megatron", "spmd_types"},
         )
     ],

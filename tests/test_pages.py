@@ -4,17 +4,22 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch_host_stand_ins
+import trl_stand_ins
 from host_stand_ins import jax_hosts
 from page_code import programs_of
-from torch_host_stand_ins import torch_hosts
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [*sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "linear_ce" / "MATH.md"]
+STAND_INS = {  # for hosts that are not installed
+    "hosts.md": (trl_stand_ins.torch_hosts, torch_host_stand_ins.torch_hosts),
+    "hosts_jax.md": (jax_hosts,),
+}
 PACKAGES = ("core_triton", "jax_pallas", "linear_ce", "flax_models", "parity", "benchmarks", "examples")
 # Private words, as regular expressions, and the field's standard words for them.
 REPLACED = {
@@ -85,12 +90,11 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
         assert not heading or heading in anchors(target), f"{path.name}: {link}#{heading}"
 
 
-HOSTS = {"hosts_jax.md": jax_hosts, "hosts.md": torch_hosts}  # modules with the interfaces of what is not installed
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_python_of_the_pages_runs(path: Path) -> None:
-    with HOSTS.get(path.name, nullcontext)():
+    with ExitStack() as stack:
+        for hosts in STAND_INS.get(path.name, ()):
+            stack.enter_context(hosts())
         run(path)
 
 

@@ -42,7 +42,7 @@ from assertions import least_budget
 from dtensor_checks import DTENSOR_CHECKS, mesh_of, use_small_parts
 from gathered_checks import GATHERED_CHECKS, error
 from head_checks import HEAD_CHECKS
-from host_checks import HOST_CHECKS
+from host_checks import HOST_CHECKS, VERL_CHECKS
 from parallel_host_checks import PARALLEL_HOST_CHECKS
 
 import core_triton
@@ -636,7 +636,8 @@ def worker(
     for request in requests:
         form, name = request.split(":", 1)
         if form == "check":
-            run_check(request, (CHECKS | KERNEL_CHECKS | HOST_CHECKS | PARALLEL_HOST_CHECKS)[name], rank, ranks, write)
+            checks = CHECKS | KERNEL_CHECKS | HOST_CHECKS | VERL_CHECKS | PARALLEL_HOST_CHECKS
+            run_check(request, checks[name], rank, ranks, write)
             continue
         case = replace(by_name[name], tight_memory=True)
         arrays, place, of_dtensors = make_arrays(by_name[name]), places.get(form, whole), form in PLACEMENTS

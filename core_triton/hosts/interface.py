@@ -1,6 +1,8 @@
-"""What adapters share: checks of a host's version and of options, and a module's call with another forward method."""
+"""What adapters share: checks of a host's version and of options, a module's call with another forward method, and what
+`patch` returns."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -58,3 +60,24 @@ def call_with_forward(module: nn.Module, forward: Callable[..., Any], *args: Any
             del vars(module)["forward"]
         else:
             vars(module)["forward"] = own
+
+
+class Patch:
+    """What `patch` of an adapter returns. The end of its `with` block undoes the patch.
+
+    Args:
+        unpatch: undoes it.
+        patched: what the `with` statement gives.
+    """
+
+    def __init__(self, unpatch: Callable[[], None], patched: Any = None) -> None:
+        self._unpatch = unpatch
+        self._patched = patched
+
+    def __enter__(self) -> Any:
+        return self._patched
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._unpatch()

@@ -8,8 +8,7 @@ the logits. The model applies its factor or soft cap to the stand-in, and its lo
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import wraps
-from types import TracebackType
+from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from core_triton.hosts.deferred import ForwardCall, FusedHead
-from core_triton.hosts.interface import check_options, check_version
+from core_triton.hosts.interface import Patch, check_options, check_version
 
 TESTED_VERSIONS = ("5.20", "5.23")
 HOW_TO_GET_LOGITS = (
@@ -58,21 +57,6 @@ class _Installed:
 class _ClassPatch(NamedTuple):
     installed: _Installed
     forward: Callable[..., Any] | None  # the attribute of the class before, None if it had none
-
-
-class Patch:
-    """What `patch` returns. The end of its `with` block undoes the patch."""
-
-    def __init__(self, model_or_class: Any) -> None:
-        self.model_or_class = model_or_class
-
-    def __enter__(self) -> Any:
-        return self.model_or_class
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        unpatch(self.model_or_class)
 
 
 def patch(model_or_class: Any = None, **options: Any) -> Patch:
@@ -113,7 +97,7 @@ def patch(model_or_class: Any = None, **options: Any) -> Patch:
         _patch_class(model_or_class, options)
     else:
         _patch_model(_base_model(model_or_class), options)
-    return Patch(model_or_class)
+    return Patch(partial(unpatch, model_or_class), model_or_class)
 
 
 def unpatch(model_or_class: Any = None) -> None:

@@ -1,0 +1,504 @@
+"""The fused loss in trainers of trl: `patch(trainer)`.
+
+`SFTTrainer`, `GRPOTrainer`, `DPOTrainer`, `KTOTrainer` and `RLOOTrainer` of trl 1.16.0 give their models a forward
+method for `model(..., labels=labels, fused_lm_head=True)` (`add_fused_lm_head` in `trl/trainer/utils.py`). It computes
+the log-probabilities and statistics of all tokens that count with `_ChunkedLogProbFunction.apply`
+(`ChunkedLogProbFunction` in `trl/kernels/chunked_logprob.py`), which takes four matmuls with gradients. While the model
+of a patched trainer is called, `_Installed.head` is called in its place.
+
+The trainer computes its loss from the log-probabilities, as without the patch. Three matmuls are enough where the
+direction of the gradient of this loss by the log-probabilities is a function of each log-probability and of numbers
+that are known before the call (`Objective`): in SFT, and in GRPO for most options. `linear_token_loss_with_stats` then
+computes the gradients together with the log-probabilities, and the backward pass scales them by a number. It raises an
+error if the gradient that the trainer computed has another direction.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from functools import partial, wraps
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+try:
+    import trl
+except ImportError as error:
+    raise ImportError("core_triton.hosts.trl needs trl: pip install trl") from error
+from trl.trainer import utils  # pyright: ignore[reportMissingImports]
+
+from core_triton import token_losses
+from core_triton.hosts.interface import OPTIONS, Patch, check_options, check_version
+from core_triton.linear_ce import linear_log_probs, linear_token_loss_with_stats
+
+TESTED_VERSIONS = ("1.16",)
+TRAINERS = ("SFTTrainer", "GRPOTrainer", "DPOTrainer", "KTOTrainer", "RLOOTrainer")
+# Other trainers need more statistics than `linear_log_probs`, the function with a saved_budget, has.
+TAKE_SAVED_BUDGET = ("GRPOTrainer", "RLOOTrainer")
+# trl's names of what a head returns after the log-probabilities, in order, and the statistic that each is computed from
+STATISTICS = {
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_squared_probs",
+    "mean_logits": "mean_logit",
+    "is_top1": "argmax",
+}
+TOLERANCE = 1e-3  # of the entries of a gradient, relative to the largest one
+
+_classes: dict[type, "_ClassPatch"] = {}
+_trainers: "WeakSet[_Installed]" = WeakSet()
+_replaced: dict[str, Any] = {}  # names of trl.trainer.utils while something is patched
+_called: ContextVar["_Installed | None"] = ContextVar("called", default=None)  # of the trainer whose model is called
+
+
+def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
+    """Makes trainers of trl compute log-probabilities and statistics of tokens, and their gradients, with core_triton.
+
+    Args:
+        trainer_or_class: a trainer, before its `train()`; a class of trainers, for those that are made afterwards; or
+            None, for the classes SFTTrainer, GRPOTrainer, DPOTrainer, KTOTrainer and RLOOTrainer, but those that are
+            patched already. Subclasses of these are supported. If they compute the loss in another way, it takes four
+            matmuls.
+        options: implementation, memory_budget, head_precision and batch_invariant of `linear_log_probs`, and for
+            GRPOTrainer and RLOOTrainer its saved_budget, which holds for losses that take four matmuls without it.
+
+    Returns:
+        An object for `with`, whose block ends with `unpatch(trainer_or_class)`.
+
+    Raises:
+        RuntimeError: a version of trl that was not tested, or something that is patched already.
+        TypeError: something that is not one of these trainers, or an unknown option.
+        ValueError: an option of the trainer or of this function is not supported. The message names it.
+
+    Example:
+        >>> from core_triton.hosts.trl import patch
+        >>> from trl import GRPOConfig, GRPOTrainer
+        >>> trainer = GRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(), train_dataset=prompts)
+        >>> _ = patch(trainer)
+        >>> trainer.train()
+    """
+    found = trl.__version__  # pyright: ignore[reportAttributeAccessIssue]
+    check_version(__name__, "trl", found, TESTED_VERSIONS)
+    check_options(options, (*OPTIONS, "saved_budget"))
+    if trainer_or_class is None:
+        classes = [cls for cls in (getattr(trl, name) for name in TRAINERS) if cls not in _classes]
+        if not classes:
+            raise RuntimeError("patch() was called already")
+        for cls in classes:
+            _check_saved_budget(cls, options)
+        for cls in classes:
+            _patch_class(cls, options, of_all=True)
+    elif isinstance(trainer_or_class, type):
+        if trainer_or_class in _classes:
+            raise RuntimeError(f"{trainer_or_class.__name__} is patched already")
+        _check_saved_budget(_base(trainer_or_class), options)
+        _patch_class(trainer_or_class, options)
+    else:
+        _check_saved_budget(_base(type(trainer_or_class)), options)
+        if _patch_of(trainer_or_class) is not None:
+            raise RuntimeError(f"this {type(trainer_or_class).__name__} is patched already")
+        _patch_trainer(trainer_or_class, options)
+    return Patch(partial(unpatch, trainer_or_class), trainer_or_class)
+
+
+def unpatch(trainer_or_class: Any = None) -> None:
+    """Undoes `patch(trainer_or_class)`. For a class, it also undoes the patches of its trainers.
+
+    Raises:
+        RuntimeError: it is not patched.
+    """
+    if trainer_or_class is None:
+        classes = [cls for cls, patched in _classes.items() if patched.of_all]
+        if not classes:
+            raise RuntimeError("unpatch() needs patch() before it")
+        for cls in classes:
+            _unpatch_class(cls)
+    elif isinstance(trainer_or_class, type):
+        if trainer_or_class not in _classes:
+            raise RuntimeError(f"{trainer_or_class.__name__} is not patched")
+        _unpatch_class(trainer_or_class)
+    else:
+        installed = _patch_of(trainer_or_class)
+        if installed is None:
+            raise RuntimeError(f"this {type(trainer_or_class).__name__} is not patched")
+        installed.remove()
+    _replace_functions()
+
+
+def _base(cls: type) -> type:
+    """Returns the class of trl that a class of trainers is or has as a base."""
+    for name in TRAINERS:
+        base = getattr(trl, name)
+        if issubclass(cls, base):
+            return base
+    raise TypeError(f"trainer_or_class must be one of {', '.join(TRAINERS)} or a class of these, got {cls.__name__}")
+
+
+def _check_saved_budget(base: type, options: dict[str, Any]) -> None:
+    saved_budget = options.get("saved_budget", 0)
+    if saved_budget and base.__name__ not in TAKE_SAVED_BUDGET:
+        raise ValueError(
+            f"saved_budget must be 0 for {base.__name__}, got {saved_budget}: only {' and '.join(TAKE_SAVED_BUDGET)} "
+            "take it"
+        )
+
+
+class _ClassPatch(NamedTuple):
+    installed: "WeakSet[_Installed]"  # in trainers that the patched class made
+    init: Callable[..., None] | None  # the attribute of the class before, None if it had none
+    of_all: bool  # whether `patch()` patched it
+
+
+def _patch_class(cls: Any, options: dict[str, Any], of_all: bool = False) -> None:
+    init = cls.__init__
+    installed: WeakSet[_Installed] = WeakSet()
+
+    @wraps(init)
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if cls in _classes and _patch_of(self) is None:
+            installed.add(_patch_trainer(self, options))
+
+    _classes[cls] = _ClassPatch(installed, vars(cls).get("__init__"), of_all)
+    cls.__init__ = patched
+
+
+def _unpatch_class(cls: Any) -> None:
+    patched = _classes.pop(cls)
+    if patched.init is None:
+        del cls.__init__
+    else:
+        cls.__init__ = patched.init
+    for installed in list(patched.installed):
+        installed.remove()
+
+
+def _patch_of(trainer: Any) -> "_Installed | None":
+    return vars(trainer).get("_core_triton")
+
+
+def _patch_trainer(trainer: Any, options: dict[str, Any]) -> "_Installed":
+    given = {"torch_compile": trainer.args.torch_compile}
+    if _base(type(trainer)).__name__ == "SFTTrainer":  # which computes the logits for these two
+        given["label_smoothing_factor"] = trainer.args.label_smoothing_factor
+        given["compute_loss_func"] = trainer.compute_loss_func
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{type(trainer).__name__} cannot be patched with {name}, got {name}={value}")
+    trainer._core_triton = installed = _Installed(trainer, options)
+    _trainers.add(installed)
+    _replace_functions()
+    return installed
+
+
+class _Installed:
+    """The patch of one trainer: hooks of its models, and in GRPO its `_compute_loss`."""
+
+    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
+        self.trainer = trainer
+        self.name = type(trainer).__name__
+        self.options = {name: value for name, value in options.items() if name != "saved_budget"}
+        self.saved_budget = options.get("saved_budget", 0)
+        self.tokens: list[Token[Any]] = []
+        self.hooks: list[Any] = []
+        for model in {trainer.model, getattr(trainer, "ref_model", None)} - {None}:
+            self.hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+            self.hooks.append(model.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+        self.objective: Objective | None = None  # of the loss that the trainer is computing
+        base, cls = _base(type(trainer)), type(trainer)
+        if base.__name__ == "SFTTrainer" and cls.compute_loss is base.compute_loss:  # pyright: ignore[reportAttributeAccessIssue]
+            self.objective = _sft_objective(trainer)
+        if base.__name__ == "GRPOTrainer" and cls._compute_loss is base._compute_loss:  # pyright: ignore[reportAttributeAccessIssue]
+            trainer._compute_loss = self._compute_loss
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        vars(self.trainer).pop("_compute_loss", None)
+        del self.trainer._core_triton
+        _trainers.discard(self)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """`GRPOTrainer._compute_loss`, which calls the model once with gradients."""
+        self.objective = _grpo_objective(self.trainer, inputs)
+        try:
+            return type(self.trainer)._compute_loss(self.trainer, model, inputs)
+        finally:
+            self.objective = None
+
+    def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("fused_lm_head"):
+            self.tokens.append(_called.set(self))
+
+    def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get("fused_lm_head") and self.tokens:
+            _called.reset(self.tokens.pop())
+
+    def head(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """`ChunkedLogProbFunction.apply`: log-probabilities, and what `STATISTICS` names or None, (N,) each.
+
+        Args:
+            hidden: (N, D), of the tokens that count.
+            weight: (V, D). Of another dtype than hidden, it is float32, or cast.
+            bias: (V,) or None.
+            targets: (N,) classes.
+            temperature: the logits after the soft cap are divided by it.
+            chunk_size: is not used. memory_budget limits the memory.
+            final_logit_softcapping: the soft cap, or None.
+            logit_scale: factor before the soft cap.
+            outputs: which statistics are computed, of `STATISTICS`.
+        """
+        if hasattr(weight, "ds_id"):
+            raise ValueError(f"DeepSpeed ZeRO-3 is not supported by core_triton.hosts.trl: {self.name} uses it")
+        if weight.dtype not in (hidden.dtype, torch.float32) and not torch.is_autocast_enabled(hidden.device.type):
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        softcap = final_logit_softcapping
+        # softcap / T * tanh(logit_scale * t / softcap): softcap of core_triton divides what logit_scale multiplied.
+        options = {
+            "linear_bias": bias,
+            "logit_scale": logit_scale / temperature,
+            "softcap": None if softcap is None else softcap / temperature,
+            **self.options,
+        }
+        differentiated = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in (hidden, weight, bias)
+        )
+        wanted = [name for name in STATISTICS if name in outputs]
+        objective = self.objective if differentiated else None
+        if differentiated and objective is None and not set(wanted) - {"entropy"}:
+            found = linear_log_probs(hidden, weight, targets, saved_budget=self.saved_budget, **options)
+            return found.log_prob, found.entropy if wanted else None, None, None, None
+        stats = ("log_prob", *(STATISTICS[name] for name in wanted))
+        if objective is not None:
+            objective.check(self.name, len(targets))
+            token_loss, per_token, token_weight = objective.token_loss, objective.per_token, objective.token_weight
+            options |= {"token_weight": token_weight, "reduction": "sum"}
+        else:
+            token_loss, per_token = torch.neg, ()
+            options |= {"reduction": "none" if differentiated else "sum"}
+        loss, of_tokens = linear_token_loss_with_stats(
+            hidden, weight, targets, token_loss, *per_token, stats=stats, **options
+        )
+        if objective is not None:
+            log_prob = _LogProbsOfLoss.apply(loss, of_tokens.log_prob, objective, self.name)
+        else:
+            log_prob = -loss if differentiated else of_tokens.log_prob
+        return (
+            log_prob,
+            of_tokens.entropy,
+            None if of_tokens.sum_squared_probs is None else of_tokens.sum_squared_probs.log(),
+            of_tokens.mean_logit,
+            None if of_tokens.argmax is None else of_tokens.argmax == targets,
+        )
+
+
+class _Function:
+    """In place of trl's `_ChunkedLogProbFunction`."""
+
+    @staticmethod
+    def apply(*arguments: Any) -> Any:
+        installed = _called.get()
+        return (_replaced["_ChunkedLogProbFunction"].apply if installed is None else installed.head)(*arguments)
+
+
+def _leaves_out_tokens(device: torch.device) -> bool:
+    """In place of trl's `_use_triton`: whether the head gets only the tokens that count."""
+    return _called.get() is not None or _replaced["_use_triton"](device)
+
+
+def _replace_functions() -> None:
+    """Replaces the functions in trl while a trainer or a class is patched."""
+    needed = bool(_trainers) or bool(_classes)
+    if needed and not _replaced:
+        for name, function in (("_ChunkedLogProbFunction", _Function), ("_use_triton", _leaves_out_tokens)):
+            _replaced[name] = getattr(utils, name)
+            setattr(utils, name, function)
+    elif not needed and _replaced:
+        for name, function in _replaced.items():
+            setattr(utils, name, function)
+        _replaced.clear()
+
+
+class Objective(NamedTuple):
+    """A loss whose gradient by the log-probabilities is that of the trainer's loss, up to a factor.
+
+    Args:
+        token_loss: of `linear_token_loss`.
+        per_token: (N,) each, its arguments besides the log-probabilities.
+        token_weight: (N,) positive, a factor of each token, or None.
+        rounding: () or a number. Where no derivative is larger, rounding may be a large part of all of them.
+    """
+
+    token_loss: Callable[..., Tensor]
+    per_token: tuple[Tensor, ...] = ()
+    token_weight: Tensor | None = None
+    rounding: Tensor | float = 0.0
+
+    def check(self, trainer: str, rows: int) -> None:
+        """Raises if the head gets another number of tokens."""
+        for one in (*self.per_token, self.token_weight):
+            if one is not None and len(one) != rows:
+                raise RuntimeError(f"the head of {trainer} got {rows} tokens, but its loss has {len(one)}")
+
+    def derivative(self, log_prob: Tensor) -> Tensor:
+        """Returns the derivative (N,) by log_prob (N,) of each token's loss times its weight."""
+        with torch.enable_grad():
+            log_prob = log_prob.detach().requires_grad_()
+            losses = self.token_loss(log_prob, *self.per_token)
+            weight = torch.ones_like(losses) if self.token_weight is None else self.token_weight
+            return torch.autograd.grad(losses, log_prob, weight)[0]
+
+
+class _LogProbsOfLoss(torch.autograd.Function):
+    """Log-probabilities (N,), whose gradient is that of a loss () that was computed from them, times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, log_prob: Tensor, objective: Objective, trainer: str) -> Tensor:
+        ctx.save_for_backward(log_prob)
+        ctx.objective, ctx.trainer = objective, trainer
+        return log_prob.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        (log_prob,) = ctx.saved_tensors
+        derivative = ctx.objective.derivative(log_prob).double()
+        d_log_prob = gradient.double()
+        factor = (d_log_prob @ derivative) / (derivative @ derivative).clamp(min=torch.finfo(torch.float64).tiny)
+        rest = (d_log_prob - factor * derivative).abs()
+        # Comparisons with NaN, which propagates, are False.
+        if (
+            len(rest)
+            and derivative.abs().amax() > ctx.objective.rounding
+            and rest.amax() > TOLERANCE * d_log_prob.abs().amax()
+        ):
+            raise RuntimeError(
+                f"the gradient of the loss of {ctx.trainer} by the log-probabilities is not the one that "
+                "core_triton.hosts.trl computes for its options. Undo the patch with "
+                "core_triton.hosts.trl.unpatch to compute another loss"
+            )
+        return factor.float(), None, None, None
+
+
+def _nll(log_prob: Tensor) -> Tensor:
+    return -log_prob
+
+
+def _dft(log_prob: Tensor) -> Tensor:
+    return -log_prob.exp().detach() * log_prob
+
+
+def _sft_objective(trainer: Any) -> Objective:
+    """The loss of `SFTTrainer.compute_loss` (trl/trainer/sft_trainer.py): a sum over tokens divided by a number."""
+    return Objective({"nll": _nll, "dft": _dft}[trainer.args.loss_type])
+
+
+# The losses of GRPOTrainer that are means of losses of tokens
+MEAN_OF_SEQUENCES = ("grpo", "sapo")  # of the means of its tokens
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # min(ratio * advantage, clip(ratio) * advantage)
+
+
+def _grpo_objective(trainer: Any, inputs: dict[str, Any]) -> Objective | None:
+    """The loss of `GRPOTrainer._compute_loss` (trl/trainer/grpo_trainer.py), or None if the loss of a token depends on
+    other log-probabilities, or on entropies, of the same pass."""
+    args, loss_type = trainer.args, trainer.loss_type
+    if (
+        trainer.importance_sampling_level != "token"
+        or loss_type not in (*CLIPPED, "sapo", "cispo")
+        or trainer.off_policy_mask_threshold is not None
+        or trainer.top_entropy_quantile < 1.0
+        or trainer._entropy_bonus_enabled
+    ):
+        return None
+    counted = inputs["completion_mask"].bool()  # (B, T), the rows that the head gets
+    mask = inputs["completion_mask"] * inputs["tool_mask"] if "tool_mask" in inputs else inputs["completion_mask"]
+
+    def rows(array: Tensor) -> Tensor:
+        return array.float().expand(counted.shape)[counted]
+
+    advantages = inputs["advantages"]
+    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:  # a factor that is not negative
+        advantages = advantages * inputs["importance_sampling_ratio"]
+    old = inputs.get("old_per_token_logps")
+    ref = inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None
+    # The derivative of the KL divergence is beta * (1 - ratio), which is rounding if all ratios are about 1.
+    weight, rounding = None, 0.01 * trainer.beta
+    if loss_type in MEAN_OF_SEQUENCES:
+        of_sequences = 1.0 / mask.sum(-1, keepdim=True).clamp(min=1.0)
+        weight, rounding = rows(of_sequences), rounding * of_sequences.amax()
+    tokens_mask = rows(mask) if "tool_mask" in inputs else None
+    loss = PolicyLoss(
+        loss_type,
+        trainer.epsilon_low,
+        trainer.epsilon_high,
+        trainer.beta,
+        args.delta,
+        (args.sapo_temperature_pos, args.sapo_temperature_neg),
+        args.use_bias_correction_kl,
+        (old is not None, ref is not None, tokens_mask is not None),
+    )
+    given = [rows(advantages), *(rows(one) for one in (old, ref) if one is not None)]
+    per_token = *given, *([] if tokens_mask is None else [tokens_mask])
+    return Objective(loss.named() or loss, per_token, weight, rounding)
+
+
+class PolicyLoss(NamedTuple):
+    """The loss of a token in GRPOTrainer: called with log_prob, advantage, and those of old_log_prob, ref_log_prob and
+    mask that are given, (N,) float32 each."""
+
+    loss_type: str
+    epsilon_low: float
+    epsilon_high: float
+    beta: float
+    delta: float | None
+    temperatures: tuple[float, float]  # of sapo, for positive and other advantages
+    weighted_kl: bool  # whether the ratio multiplies the KL divergence
+    given: tuple[bool, bool, bool]  # old_log_prob, ref_log_prob, mask
+
+    def named(self) -> token_losses.Named | None:
+        """Returns the same loss of `token_losses`, which is one kernel, if there is one."""
+        with_old, _, with_mask = self.given
+        plain = not with_mask and not (self.weighted_kl and self.beta)
+        if plain and self.loss_type in CLIPPED and self.delta is None:
+            if with_old:
+                return token_losses.grpo(self.epsilon_low, self.epsilon_high, self.beta)
+            return token_losses.reinforce(self.beta)  # the ratio is 1
+        if plain and self.loss_type == "cispo" and self.epsilon_high >= 1:
+            if not with_old:
+                return token_losses.reinforce(self.beta)
+            if not self.beta:
+                return token_losses.cispo(1.0, self.epsilon_high - 1)
+        return None
+
+    def __call__(self, log_prob: Tensor, advantage: Tensor, *others: Tensor) -> Tensor:
+        rest = list(others)
+        with_old, with_ref, with_mask = self.given
+        ratio = torch.exp(log_prob - (rest.pop(0) if with_old else log_prob.detach()))
+        weight = ratio  # of the KL divergence
+        if self.loss_type == "cispo":
+            loss = -ratio.clamp(max=self.epsilon_high).detach() * advantage * log_prob
+        elif self.loss_type == "sapo":
+            positive, other = self.temperatures
+            temperature = torch.where(advantage > 0, positive, other)
+            loss = -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+        else:
+            clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+            bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
+            loss = -torch.minimum(bounded * advantage, clipped * advantage)
+        if with_ref:
+            difference = rest.pop(0) - log_prob
+            kl = torch.expm1(difference) - difference
+            loss = loss + self.beta * (kl * weight if self.weighted_kl else kl)
+        return loss * rest.pop(0) if with_mask else loss

@@ -1,0 +1,551 @@
+"""Patched trainers of trl against unpatched ones: losses, gradients, statistics, and what is refused.
+
+The quick tests take stand-ins of trl's trainers (`trl_stand_ins.py`). `make test-hosts` installs trl and compares its
+trainers, in runs of 20 steps.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import trl_trainers
+from torch import Tensor
+from trl_stand_ins import VOCABULARY, Config, Model, installed, trl
+
+from core_triton import check_token_loss
+
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="trl is not installed (`make test-hosts` installs it)"
+)
+
+
+@pytest.fixture
+def adapter() -> Iterator[Any]:
+    with installed(*trl()):
+        adapter = importlib.import_module("core_triton.hosts.trl")
+        functions = [vars(adapter.utils)[name] for name in ("_ChunkedLogProbFunction", "_use_triton")]
+        yield adapter
+        for cls in list(adapter._classes):
+            adapter.unpatch(cls)
+        for one in list(adapter._trainers):
+            one.remove()
+        adapter._replace_functions()
+        assert [vars(adapter.utils)[name] for name in ("_ChunkedLogProbFunction", "_use_triton")] == functions
+
+
+class Step(NamedTuple):
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    metrics: dict[str, Tensor]
+
+
+def step(trainer: Any, inputs: dict[str, Any]) -> Step:
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, inputs)
+    (3 * loss).backward()  # as with a scaler of gradients
+    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return Step(loss.detach(), gradients, trainer.metrics)
+
+
+def same(found: Step, expected: Step) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@contextmanager
+def calls_of(adapter: Any) -> Iterator[list[tuple[str, Any]]]:
+    """Which functions of core_triton the head calls with gradients: their names and reductions."""
+    calls: list[tuple[str, Any]] = []
+
+    def recorded(name: str) -> Any:
+        function = getattr(adapter, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if torch.is_grad_enabled():
+                calls.append((name, options.get("reduction")))
+            return function(*arguments, **options)
+
+        return mock.patch.object(adapter, name, call)
+
+    with recorded("linear_log_probs"), recorded("linear_token_loss_with_stats"):
+        yield calls
+
+
+THREE = [("linear_token_loss_with_stats", "sum")]
+FOUR = [("linear_log_probs", None)]
+WITH_STATISTICS = [("linear_token_loss_with_stats", "none")]
+
+
+def randint(*shape: int) -> Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def uniform(seed: int, *shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sft_inputs() -> dict[str, Any]:
+    tokens = randint(3, 9)
+    labels = tokens.clone()
+    labels[:, :3] = labels[1, 6:] = -100
+    labels[2, 5] = 0
+    return {"input_ids": tokens, "labels": labels}
+
+
+def preference_inputs() -> dict[str, Any]:
+    mask = torch.ones(4, 9, dtype=torch.long)
+    mask[:, :3] = mask[1, 6:] = 0
+    return {"input_ids": randint(4, 9), "completion_mask": mask}
+
+
+def grpo_inputs(trainer: Any, *names: str) -> dict[str, Any]:
+    """The inputs of `_compute_loss`, with these besides those that are always there."""
+    prompt, completion = randint(4, 3), randint(4, 6)
+    mask = torch.ones(4, 6, dtype=torch.long)
+    mask[1, 4:] = mask[3, 2:] = 0
+    inputs: dict[str, Any] = {
+        "prompt_ids": prompt,
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": completion,
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.0, -0.5, 0.25, -2.0]),
+    }
+    with torch.no_grad():
+        log_probs, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs)
+    more = {
+        "old_per_token_logps": log_probs + torch.linspace(1, -1, 24).view(4, 6),
+        "ref_per_token_logps": log_probs + uniform(2, 4, 6) - 0.5,
+        "importance_sampling_ratio": uniform(3, 4, 6) * (uniform(4, 4, 6) > 0.2),
+        "tool_mask": (uniform(5, 4, 6) > 0.3).long(),
+    }
+    return inputs | {name: more[name] for name in names}
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("count", [None, 23])
+def test_sft_takes_three_matmuls(adapter: Any, loss_type: str, count: int | None) -> None:
+    trainer = adapter.trl.SFTTrainer(Model(bias=True), args=Config(loss_type=loss_type))
+    inputs = sft_inputs() | ({} if count is None else {"num_items_in_batch": count})
+    expected = step(trainer, inputs)
+    with adapter.patch(trainer, implementation="chunked") as patched, calls_of(adapter) as calls:
+        assert patched is trainer
+        same(step(trainer, inputs), expected)
+        assert calls == THREE
+
+
+@pytest.mark.parametrize(
+    "model", [{"softcap": 3.0}, {"scale": 0.5}, {"softcap": 2.0, "scale": 3.0, "bias": True}], ids="-".join
+)
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_softcap_scale_and_temperature(adapter: Any, name: str, model: dict[str, Any]) -> None:
+    trainer = getattr(adapter.trl, f"{name}Trainer")(Model(**model), args=Config(temperature=0.7))
+    inputs = sft_inputs() if name == "SFT" else preference_inputs()
+    expected = step(trainer, inputs)
+    with adapter.patch(trainer):
+        same(step(trainer, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO", "RLOO"])
+def test_losses_of_sequences_have_all_statistics(adapter: Any, name: str) -> None:
+    trainer = getattr(adapter.trl, f"{name}Trainer")(Model(), ref_model=Model(1))
+    expected = step(trainer, preference_inputs())
+    with adapter.patch(trainer), calls_of(adapter) as calls:
+        same(step(trainer, preference_inputs()), expected)
+        assert calls == (FOUR if name == "RLOO" else WITH_STATISTICS)
+
+
+def test_is_top1_is_that_of_the_first_of_equal_logits(adapter: Any) -> None:
+    trainer, inputs = adapter.trl.SFTTrainer(Model()), sft_inputs()
+    trainer.model.lm_head.weight.data[:] = trainer.model.lm_head.weight.data[0].clone()
+    expected = step(trainer, inputs)
+    assert 0 < expected.metrics["is_top1"].sum() < (inputs["labels"] != -100).sum()
+    with adapter.patch(trainer):
+        same(step(trainer, inputs), expected)
+
+
+OLD, REF, RATIO, TOOLS = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio", "tool_mask"
+TOKEN_LOSSES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"loss_type": "grpo"}, (OLD,)),
+    ({"loss_type": "grpo"}, ()),
+    ({"loss_type": "bnpo", "beta": 0.3, "use_bias_correction_kl": False}, (OLD, REF)),
+    ({"loss_type": "dr_grpo", "beta": 0.3}, (OLD, REF)),
+    ({"loss_type": "dapo", "beta": 0.3}, (REF,)),
+    ({"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": False}, (REF,)),
+    ({"loss_type": "dapo", "delta": 1.3, "epsilon_high": 0.2}, (OLD,)),
+    ({"loss_type": "dapo", "epsilon_low": 0.1, "epsilon_high": 0.3, "use_vllm": True}, (OLD, RATIO)),
+    ({"loss_type": "luspo", "beta": 0.3}, (OLD, REF, TOOLS)),
+    ({"loss_type": "grpo"}, (OLD, TOOLS)),
+    ({"loss_type": "sapo", "sapo_temperature_neg": 1.5}, (OLD,)),
+    ({"loss_type": "sapo", "use_vllm": True}, (OLD, RATIO)),
+    ({"loss_type": "cispo", "epsilon_high": 1.2}, (OLD,)),
+    ({"loss_type": "cispo", "epsilon_high": 1.2}, ()),
+    ({"loss_type": "cispo", "epsilon_high": 0.9, "beta": 0.3}, (OLD, REF)),
+    ({"loss_type": "cispo", "epsilon_high": 0.9}, (OLD,)),
+    ({"loss_type": "cispo", "epsilon_high": 0.9, "beta": 0.3, "use_bias_correction_kl": False}, (REF,)),
+]
+
+
+def named(options: dict[str, Any], names: tuple[str, ...]) -> str:
+    return "-".join([*(str(value) for value in options.values()), *(name.split("_")[0] for name in names)])
+
+
+@pytest.mark.parametrize(("options", "names"), TOKEN_LOSSES, ids=[named(*one) for one in TOKEN_LOSSES])
+def test_grpo_takes_three_matmuls(adapter: Any, options: dict[str, Any], names: tuple[str, ...]) -> None:
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(temperature=0.9, **options))
+    inputs = grpo_inputs(trainer, *names)
+    expected = step(trainer, inputs)
+    with adapter.patch(trainer), calls_of(adapter) as calls:
+        same(step(trainer, inputs), expected)
+        assert calls == THREE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"importance_sampling_level": "sequence"},
+        {"loss_type": "vespo"},
+        {"off_policy_mask_threshold": 0.5},
+        {"top_entropy_quantile": 0.8},
+        {"_entropy_bonus_enabled": True},
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("saved_budget", [0, 2**20])
+def test_grpo_with_what_is_known_only_after_the_pass(adapter: Any, options: dict[str, Any], saved_budget: int) -> None:
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(**{"loss_type": "dapo", **options}))
+    inputs = grpo_inputs(trainer, OLD)
+    expected = step(trainer, inputs)
+    with adapter.patch(trainer, saved_budget=saved_budget):
+        with mock.patch.object(adapter, "linear_log_probs", wraps=adapter.linear_log_probs) as called:
+            same(step(trainer, inputs), expected)
+        assert called.call_args.kwargs["saved_budget"] == saved_budget
+
+
+def test_named_losses_are_those_of_policy_loss(adapter: Any) -> None:
+    log_prob, advantage, old, ref = (uniform(seed, 64) for seed in range(4))
+    found: set[str] = set()
+    for loss_type in ("dapo", "sapo", "cispo"):
+        for given in ((True, True), (True, False), (False, True), (False, False)):
+            beta, weighted_kl = 0.3 * given[1], not given[1]
+            loss = adapter.PolicyLoss(loss_type, 0.1, 1.1, beta, None, (1.0, 1.5), weighted_kl, (*given, False))
+            per_token = [advantage - 0.5, *(one for one, there in zip((old, ref), given, strict=True) if there)]
+            check_token_loss(loss, *per_token)
+            name = loss.named()
+            assert (name is None) == (loss_type == "sapo" or (loss_type == "cispo" and given == (True, True)))
+            if name is not None:
+                found.add(name.name)
+                gradients = [adapter.Objective(one, tuple(per_token)).derivative(log_prob) for one in (loss, name)]
+                torch.testing.assert_close(*gradients)
+    assert found == {"grpo", "reinforce", "cispo"}
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_gradient_of_rounding_errors_is_no_other_loss(adapter: Any, loss_type: str, weighted: bool) -> None:
+    """All answers have the same reward, and the reference model is that of the first step."""
+    options = {"loss_type": loss_type, "beta": 0.3, "use_bias_correction_kl": weighted}
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(**options))
+    inputs = grpo_inputs(trainer, REF)
+    inputs["advantages"] = torch.zeros(4)
+    with torch.no_grad():
+        log_probs, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs)
+    inputs[REF] = log_probs + 1e-6 * (uniform(6, 4, 6) - 0.5)
+    expected = step(trainer, inputs)
+    with adapter.patch(trainer), calls_of(adapter) as calls:
+        same(step(trainer, inputs), expected)
+        assert calls == THREE
+
+
+def test_gradients_of_another_loss_are_refused(adapter: Any) -> None:
+    trainer, inputs = adapter.trl.SFTTrainer(Model()), sft_inputs()
+    message = "the gradient of the loss of SFTTrainer by the log-probabilities is not the one that"
+    with adapter.patch(trainer):
+        outputs = trainer.model(**inputs, fused_lm_head=True)
+        with pytest.raises(RuntimeError, match=message):
+            outputs.log_probs.square().sum().backward()
+        outputs = trainer.model(**inputs, fused_lm_head=True)
+        (outputs.log_probs * torch.nan).sum().backward()
+        assert trainer.model.lm_head.weight.grad.isnan().any()
+
+
+def test_trainers_that_compute_another_loss(adapter: Any) -> None:
+    class Sft(adapter.trl.SFTTrainer):
+        def compute_loss(self, *arguments: Any, **options: Any) -> Tensor:
+            return self.model(**arguments[1], fused_lm_head=True).log_probs.square().sum()
+
+    class Grpo(adapter.trl.GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+            return self._get_per_token_logps_and_entropies(model, inputs)[0].square().sum()
+
+    for cls in (Sft, Grpo):
+        trainer = cls(Model(), args=Config(loss_type="nll" if cls is Sft else "dapo"))
+        inputs = sft_inputs() if cls is Sft else grpo_inputs(trainer)
+        expected = step(trainer, inputs)
+        with adapter.patch(trainer), calls_of(adapter) as calls:
+            same(step(trainer, inputs), expected)
+            assert calls == (WITH_STATISTICS if cls is Sft else FOUR)
+
+
+def test_a_batch_without_tokens_that_count(adapter: Any) -> None:
+    trainer, inputs = adapter.trl.SFTTrainer(Model()), sft_inputs()
+    inputs["labels"][:] = -100
+    with adapter.patch(trainer):
+        found = step(trainer, inputs)
+    assert found.loss == 0
+    assert all((gradient == 0).all() for gradient in found.gradients.values())
+    assert "lm_head.weight" in found.gradients
+
+
+def test_evaluation_and_frozen_models_take_no_gradients(adapter: Any) -> None:
+    trainer, inputs = adapter.trl.SFTTrainer(Model()), sft_inputs()
+    expected = trainer.compute_loss(trainer.model, inputs)
+    with adapter.patch(trainer), calls_of(adapter) as calls:
+        with torch.no_grad():
+            torch.testing.assert_close(trainer.compute_loss(trainer.model, inputs), expected)
+        assert not calls
+        trainer.model.requires_grad_(False)
+        assert not trainer.compute_loss(trainer.model, inputs).requires_grad
+
+
+def test_a_head_of_another_dtype(adapter: Any) -> None:
+    """With `cast_lm_head_to_fp32` the hidden states are float32."""
+    trainer = adapter.trl.SFTTrainer(Model())
+    with adapter.patch(trainer):
+        hidden, weight = uniform(0, 5, 16), uniform(1, VOCABULARY, 16)
+        arguments = randint(5), 1.0, 32768, None, 1.0, ("log_probs",)
+        for dtype in (torch.bfloat16, torch.float16):
+            found = trainer._core_triton.head(hidden, weight.to(dtype), weight[:, 0].to(dtype), *arguments)
+            cast = weight.to(dtype).float()
+            expected = trainer._core_triton.head(hidden, cast, cast[:, 0], *arguments)
+            assert torch.equal(found[0], expected[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            found = trainer._core_triton.head(hidden, weight.bfloat16(), None, *arguments)
+        expected = trainer._core_triton.head(hidden.bfloat16(), weight.bfloat16(), None, *arguments)
+        assert torch.equal(found[0], expected[0])
+
+
+def test_other_models_and_other_calls_are_unchanged(adapter: Any) -> None:
+    patched, other = (adapter.trl.SFTTrainer(Model()) for _ in range(2))
+    inputs = sft_inputs()
+    with adapter.patch(patched), mock.patch.object(adapter._Installed, "head", side_effect=AssertionError):
+        step(other, inputs)
+        assert patched.model(inputs["input_ids"]).shape == (3, 9, VOCABULARY)
+        with pytest.raises(AssertionError):
+            step(patched, inputs)
+        step(other, inputs)  # after an error in the model
+
+
+def test_patch_of_a_class(adapter: Any) -> None:
+    cls, inputs = adapter.trl.SFTTrainer, sft_inputs()
+
+    class Mine(cls):
+        pass
+
+    before, init = cls(Model()), cls.__init__
+    with adapter.patch(cls, memory_budget=2**20):
+        assert inspect.signature(cls) == inspect.signature(init.__get__(before))
+        trainers = [cls(Model()), Mine(Model())]
+        for trainer in trainers:
+            with calls_of(adapter) as calls:
+                step(trainer, inputs)
+            assert calls == THREE
+            assert trainer._core_triton.options == {"memory_budget": 2**20}
+        assert not hasattr(before, "_core_triton")
+        with pytest.raises(RuntimeError, match="SFTTrainer is patched already"):
+            adapter.patch(cls)
+        with pytest.raises(RuntimeError, match="this SFTTrainer is patched already"):
+            adapter.patch(trainers[0])
+        adapter.unpatch(trainers[0])
+        with adapter.patch(Mine):
+            assert hasattr(Mine(Model()), "_core_triton")
+    assert cls.__init__ is init
+    assert "__init__" not in vars(Mine)
+    for trainer in (*trainers, cls(Model())):
+        assert not hasattr(trainer, "_core_triton")
+        with calls_of(adapter) as calls:
+            step(trainer, inputs)
+        assert not calls
+
+
+def test_patch_without_an_argument(adapter: Any) -> None:
+    classes = [getattr(adapter.trl, name) for name in adapter.TRAINERS]
+    with pytest.raises(ValueError, match=r"saved_budget must be 0 for SFTTrainer, got 8: only GRPOTrainer and RLOO"):
+        adapter.patch(saved_budget=8)
+    assert not adapter._classes
+    with adapter.patch(classes[0]), adapter.patch():
+        assert all(hasattr(cls(Model()), "_core_triton") for cls in classes)
+        with pytest.raises(RuntimeError, match=r"patch\(\) was called already"):
+            adapter.patch()
+        adapter.unpatch()
+        assert [hasattr(cls(Model()), "_core_triton") for cls in classes] == [True, False, False, False, False]
+        adapter.patch()
+    with pytest.raises(RuntimeError, match=r"unpatch\(\) needs patch\(\) before it"):
+        adapter.unpatch()
+
+
+def test_unpatch_leaves_no_hook(adapter: Any) -> None:
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type="dapo"), ref_model=Model(1))
+    attributes = set(vars(trainer))
+    for _ in range(2):
+        adapter.patch(trainer)
+        adapter.unpatch(trainer)
+    assert set(vars(trainer)) == attributes
+    for model in (trainer.model, trainer.ref_model):
+        assert not model._forward_pre_hooks
+        assert not model._forward_hooks
+    with pytest.raises(RuntimeError, match="this GRPOTrainer is not patched"):
+        adapter.unpatch(trainer)
+    with pytest.raises(RuntimeError, match="GRPOTrainer is not patched"):
+        adapter.unpatch(type(trainer))
+
+
+def test_what_is_refused(adapter: Any) -> None:
+    make = adapter.trl.SFTTrainer
+    with pytest.raises(TypeError, match=r"options must be among implementation, .*, got softcap"):
+        adapter.patch(make(Model()), softcap=3.0)
+    for wrong in (Model(), int):
+        with pytest.raises(TypeError, match=r"trainer_or_class must be one of SFTTrainer, .* or a class of these, got"):
+            adapter.patch(wrong)
+    for name in ("DPO", "KTO"):
+        with pytest.raises(ValueError, match=f"saved_budget must be 0 for {name}Trainer, got 8: only GRPOTrainer"):
+            adapter.patch(getattr(adapter.trl, f"{name}Trainer")(Model()), saved_budget=8)
+    with pytest.raises(ValueError, match="SFTTrainer cannot be patched with torch_compile, got torch_compile=True"):
+        adapter.patch(make(Model(), args=Config(torch_compile=True)))
+    with pytest.raises(ValueError, match=r"with label_smoothing_factor, got label_smoothing_factor=0\.1"):
+        adapter.patch(make(Model(), args=Config(label_smoothing_factor=0.1)))
+    with pytest.raises(ValueError, match="SFTTrainer cannot be patched with compute_loss_func, got compute_loss_func="):
+        adapter.patch(make(Model(), compute_loss_func=print))
+    trainer = make(Model())
+    adapter.patch(trainer)
+    trainer.model.lm_head.weight.ds_id = 0
+    with pytest.raises(ValueError, match=r"DeepSpeed ZeRO-3 is not supported by core_triton\.hosts\.trl: SFTT"):
+        step(trainer, sft_inputs())
+
+
+def test_the_head_of_another_number_of_tokens_is_refused(adapter: Any) -> None:
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type="dapo"))
+    inputs = grpo_inputs(trainer)
+    adapter.patch(trainer)
+    objective = adapter._grpo_objective(trainer, inputs)
+    wrong = objective._replace(per_token=(objective.per_token[0][1:],))
+    with (
+        mock.patch.object(adapter, "_grpo_objective", return_value=wrong),
+        pytest.raises(RuntimeError, match="the head of GRPOTrainer got 18 tokens, but its loss has 17"),
+    ):
+        step(trainer, inputs)
+
+
+def test_another_version_of_trl_is_refused(adapter: Any) -> None:
+    with (
+        mock.patch.object(adapter.trl, "__version__", "1.15.2"),
+        pytest.raises(RuntimeError, match=r"^core_triton.hosts.trl was tested with trl 1\.16, found 1\.15\.2$"),
+    ):
+        adapter.patch()
+
+
+# The released package
+
+
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("SFT", {}),
+    ("SFT", {"loss_type": "dft", "gradient_checkpointing": True}),
+    ("SFT", {"model": "Gemma2", "bf16": True, "learning_rate": 1e-3}),
+    ("SFT", {"eval": True, "packing": True, "max_length": 32}),
+    ("GRPO", {}),
+    ("GRPO", {"loss_type": "grpo", "beta": 0.1, "cast_lm_head_to_fp32": True}),
+    ("GRPO", {"loss_type": "bnpo", "beta": 0.1, "use_bias_correction_kl": False, "mask_truncated_completions": True}),
+    ("GRPO", {"loss_type": "cispo", "epsilon_high": 5.0}),
+    ("GRPO", {"loss_type": "sapo", "num_iterations": 1, "temperature": 0.7}),
+    ("GRPO", {"loss_type": "luspo", "delta": 1.5}),
+    ("GRPO", {"loss_type": "vespo"}),
+    ("GRPO", {"entropy_coef": 0.01}),
+    ("GRPO", {"importance_sampling_level": "sequence", "saved_budget": 2**24}),
+    ("GRPO", {"model": "Granite", "lora": True}),
+    ("DPO", {"use_weighting": True}),
+    ("DPO", {"model": "Gemma2", "loss_type": ["sigmoid", "hinge"]}),
+    ("DPO", {"lora": True}),
+    ("KTO", {}),
+    ("KTO", {"loss_type": "apo_zero_unpaired"}),
+    ("RLOO", {}),
+    ("RLOO", {"saved_budget": 2**24, "beta": 0.0}),
+]
+MODELS: dict[str, dict[str, Any]] = {
+    "Gemma2": {"final_logit_softcapping": 4.0, "head_dim": 8},
+    "Granite": {"logits_scaling": 4.0},
+}
+
+
+def run(name: str, folder: Path, patched: bool, options: dict[str, Any]) -> list[dict[str, float]]:
+    options = dict(options)
+    adapter = importlib.import_module("core_triton.hosts.trl")
+    model, budget = options.pop("model", "Llama"), options.pop("saved_budget", 0)
+    if options.pop("eval", False):
+        options |= {"eval_strategy": "steps", "eval_steps": 10, "eval_dataset": trl_trainers.examples(name)}
+    if options.pop("lora", False):
+        peft = pytest.importorskip("peft")
+        options["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    made = trl_trainers.make_model(name=model, **MODELS.get(model, {}))
+    trainer = trl_trainers.make(name, folder, made, **options)
+    if not patched:
+        return trl_trainers.train(trainer)
+    with adapter.patch(trainer, implementation="chunked", saved_budget=budget), calls_of(adapter) as calls:
+        found = trl_trainers.train(trainer)
+    assert len(calls) >= 20  # with gradients
+    return found
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "options"), RUNS, ids=[named({"": name} | options, ()) for name, options in RUNS])
+def test_twenty_steps_of_trl_are_the_same(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    expected, found = (run(name, tmp_path / str(patched), patched, options) for patched in (False, True))
+    assert len(expected) >= 20
+    tolerance = 5e-4
+    if options.get("bf16"):  # trl rounds the logits to bfloat16, so the largest one may be another
+        tolerance = 2e-2
+        for one in (*found, *expected):
+            one.pop("mean_token_accuracy", None)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@needs_trl
+def test_the_interface_is_that_of_the_installed_release() -> None:
+    stand_in = trl()
+    assert trl_version().split(".")[:2] == ["1", "16"]
+    utils = importlib.import_module("trl.trainer.utils")
+    for of_release, ours in (
+        (utils._ChunkedLogProbFunction.forward, vars(stand_in[2])["_ChunkedLogProbFunction"].apply),
+        (utils._use_triton, vars(stand_in[2])["_use_triton"]),
+    ):
+        names = [name for name in inspect.signature(of_release).parameters if name != "ctx"]
+        assert names == list(inspect.signature(ours).parameters)
+
+
+def trl_version() -> str:
+    return importlib.import_module("trl").__version__
+
+
+@needs_trl
+@pytest.mark.slow
+def test_two_ranks_of_trl_compute_the_same(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(Path(__file__).with_name("trl_ranks.py")), str(tmp_path)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) == 7
+    for name, (expected, found) in results.items():
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
