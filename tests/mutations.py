@@ -1653,6 +1653,13 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "    installed.heads.add(head)\n", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "if head.forward_call.patch is installed:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "        self.on = False\n", "", HOSTS),
+    Mutation(
+        "core_triton/hosts/transformers.py",
+        "dict.fromkeys(losses, False)",
+        "dict.fromkeys(losses, True)",
+        tests("hosts_liger"),
+    ),
+    Mutation("core_triton/hosts/transformers.py", "if liger and (", "if False and (", tests("hosts_liger")),
     Mutation("core_triton/hosts/transformers.py", "isinstance(model, self.model_class)", "True", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )

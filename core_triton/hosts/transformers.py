@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from importlib import metadata
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -25,6 +26,7 @@ from core_triton.hosts.deferred import ForwardCall, FusedHead
 from core_triton.hosts.interface import Patch, check_options, check_version
 
 TESTED_VERSIONS = ("5.20", "5.23")
+TESTED_LIGER_VERSIONS = ("0.8.5",)
 HOW_TO_GET_LOGITS = (
     "To get logits, call the model without labels, or in evaluation mode (model.eval()), or after "
     "core_triton.hosts.transformers.unpatch or the end of `with patch(...):`"
@@ -59,7 +61,7 @@ class _ClassPatch(NamedTuple):
     forward: Callable[..., Any] | None  # the attribute of the class before, None if it had none
 
 
-def patch(model_or_class: Any = None, **options: Any) -> Patch:
+def patch(model_or_class: Any = None, *, liger: bool = False, **options: Any) -> Patch:
     """Makes causal language models of transformers compute their loss with `linear_cross_entropy`.
 
     In training mode and with labels, the loss is computed in the head's forward call, without the logits, and
@@ -69,16 +71,21 @@ def patch(model_or_class: Any = None, **options: Any) -> Patch:
         model_or_class: a model, also one with adapters of peft; a class of models, for all its models; or None, for all
             classes in transformers' mapping of causal language models. Patch a model before torch.compile,
             DistributedDataParallel or a Trainer gets it. `fully_shard` may come before or after.
+        liger: whether the model also gets the other kernels of liger-kernel, such as norms, rotary embeddings and MLPs,
+            with Liger's own losses off. Only for a model. Liger has no way to undo this, so `unpatch` leaves them, and
+            Liger also replaces functions that other models of the same type call.
         options: implementation, memory_budget, head_precision and batch_invariant of `linear_cross_entropy`.
 
     Returns:
         An object for `with`, whose block ends with `unpatch(model_or_class)`.
 
     Raises:
-        RuntimeError: a version of transformers that was not tested, or something that is patched already.
+        ImportError: liger-kernel is not installed.
+        RuntimeError: a version of transformers or liger-kernel that was not tested, or something that is patched
+            already.
         TypeError: something that is not a model or a class of models, or an unknown option.
-        ValueError: a model that is not supported, with the reason. What a model does with its logits is known only when
-            it runs: `LogitsError`, a RuntimeError, names what is not supported.
+        ValueError: a model that is not supported, by the loss or by Liger, with the reason. What a model does with its
+            logits is known only when it runs: `LogitsError`, a RuntimeError, names what is not supported.
 
     Example:
         >>> import torch, transformers
@@ -91,12 +98,21 @@ def patch(model_or_class: Any = None, **options: Any) -> Patch:
     """
     check_version(__name__, "transformers", transformers.__version__, TESTED_VERSIONS)
     check_options(options)
+    is_class = isinstance(model_or_class, type) and issubclass(model_or_class, PreTrainedModel)
+    if liger and (model_or_class is None or is_class):
+        raise ValueError(
+            f"liger must be False for {'all models' if model_or_class is None else 'a class'}, got {liger}"
+        )
     if model_or_class is None:
         _patch_all(options)
-    elif isinstance(model_or_class, type) and issubclass(model_or_class, PreTrainedModel):
+    elif is_class:
         _patch_class(model_or_class, options)
     else:
-        _patch_model(_base_model(model_or_class), options)
+        model = _base_model(model_or_class)
+        apply_liger = _liger_kernels(model) if liger else None
+        _patch_model(model, options)
+        if apply_liger is not None:
+            apply_liger()
     return Patch(partial(unpatch, model_or_class), model_or_class)
 
 
@@ -144,6 +160,21 @@ def _base_model(model: Any) -> PreTrainedModel:
             f"class of such models, got {type(model).__name__}"
         )
     return model
+
+
+def _liger_kernels(model: PreTrainedModel) -> Callable[[], None]:
+    """Returns a function that gives a model Liger's kernels, but not its losses."""
+    try:
+        from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("liger=True needs liger-kernel: pip install liger-kernel") from error
+    check_version(__name__, "liger-kernel", metadata.version("liger-kernel"), TESTED_LIGER_VERSIONS)
+    name, kind = type(model).__name__, model.config.model_type
+    apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
+    if apply is None:
+        raise ValueError(f"liger must be False for {name}: Liger has no kernels for models of type {kind}")
+    losses = {"cross_entropy", "fused_linear_cross_entropy"} & set(inspect.signature(apply).parameters)
+    return partial(apply, model=model, **dict.fromkeys(losses, False))
 
 
 def _patch_model(model: PreTrainedModel, options: dict[str, Any]) -> None:

@@ -1,0 +1,130 @@
+"""`patch(model, liger=True)`: Liger's kernels beside the fused loss.
+
+Without a GPU these kernels do not run. A stand-in for liger-kernel 0.8.5 has the interface of
+liger_kernel/transformers/monkey_patch.py, and with the released package the modules of a model are compared.
+"""
+
+import sys
+from collections.abc import Iterator
+from importlib import metadata, util
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from host_models import inputs_of, make, patch, step, unpatch
+from hub_models import import_transformers
+
+from core_triton.hosts.deferred import FusedHead
+
+transformers = import_transformers()
+LLAMA, GEMMA2 = "LlamaForCausalLM", "Gemma2ForCausalLM"
+installed = pytest.mark.skipif(util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """The calls of a stand-in for Liger, which replaces no module of a model."""
+    found: list[dict[str, Any]] = []
+
+    def apply_liger_kernel_to_llama(
+        rope: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        rms_norm: bool = True,
+        swiglu: bool = True,
+        model: Any = None,
+    ) -> None:
+        found.append(dict(locals()))
+        del found[-1]["found"]
+
+    modules = {name: ModuleType(name) for name in ("liger_kernel", "liger_kernel.transformers")}
+    patching: Any = ModuleType("liger_kernel.transformers.monkey_patch")
+    patching.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply_liger_kernel_to_llama}
+    vars(modules["liger_kernel.transformers"])["monkey_patch"] = patching
+    modules["liger_kernel.transformers.monkey_patch"] = patching
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with versions("0.8.5"):
+        yield found
+
+
+def versions(version: str) -> Any:
+    """Returns a context in which liger-kernel has this version."""
+    of = metadata.version
+    return mock.patch.object(metadata, "version", lambda name: version if name == "liger-kernel" else of(name))
+
+
+def test_a_model_gets_the_kernels_without_the_losses(calls: list[dict[str, Any]]) -> None:
+    model = make(LLAMA)
+    with patch(model, liger=True, memory_budget=2**24):
+        kernels = {"rope": True, "rms_norm": True, "swiglu": True}
+        assert calls == [{**kernels, "model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
+        assert isinstance(model.lm_head, FusedHead)
+    patch(model)
+    assert len(calls) == 1
+
+
+def test_what_is_refused_leaves_the_model_as_it_is(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, llama = make("GPT2LMHeadModel"), make(LLAMA)
+    with pytest.raises(
+        ValueError, match=r"^liger must be False for GPT2LMHeadModel: Liger has no kernels for models of type gpt2$"
+    ):
+        patch(model, liger=True)
+    for of in (type(llama), None):
+        with pytest.raises(ValueError, match=r"^liger must be False for (a class|all models), got True$"):
+            patch(of, liger=True)
+    with versions("0.8.4"), pytest.raises(RuntimeError, match=r"was tested with liger-kernel 0\.8\.5, found 0\.8\.4$"):
+        patch(llama, liger=True)
+    patch(llama)
+    with pytest.raises(RuntimeError, match=r"^LlamaForCausalLM is patched already$"):
+        patch(llama, liger=True)
+    unpatch(llama)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(ImportError, match=r"^liger=True needs liger-kernel: pip install liger-kernel$"):
+        patch(llama, liger=True)
+    assert type(llama.lm_head) is torch.nn.Linear
+    assert not calls
+
+
+@installed
+@pytest.mark.parametrize("name", [LLAMA, GEMMA2])
+def test_modules_of_a_model_are_those_of_liger(name: str) -> None:
+    expected, model = make(name), make(name)
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    try:
+        patch(model, liger=True)
+        changed = {
+            place
+            for (place, one), other in zip(model.named_modules(), expected.modules(), strict=True)
+            if "forward" in vars(one) and "forward" not in vars(other)
+        }
+        assert {"model.norm", "model.layers.0.mlp", "model.layers.0.input_layernorm"} <= changed
+        assert not {"", "lm_head"} & changed
+        assert torch.nn.functional.cross_entropy.__module__ == "torch.nn.functional"
+        assert vars(module)["apply_rotary_pos_emb"].__module__.startswith("liger_kernel")
+    finally:
+        vars(module).update(before)
+
+
+@installed
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [LLAMA, GEMMA2])
+def test_kernels_of_liger_on_a_gpu(name: str) -> None:
+    model = make(name, tie_word_embeddings=False).to("cuda", torch.bfloat16)
+    inputs = {key: value.cuda() for key, value in inputs_of(name, model).items()}
+    expected = step(model.float(), inputs)
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    try:
+        patch(model.bfloat16(), implementation="triton", liger=True)
+        found = step(model, inputs)
+    finally:
+        vars(module).update(before)
+    torch.testing.assert_close(found.loss.float(), expected.loss, rtol=2e-2, atol=0)
+    gradients = (one.gradients["lm_head.weight"].float() for one in (found, expected))
+    torch.testing.assert_close(*gradients, rtol=0.1, atol=5e-3)
