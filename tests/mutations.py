@@ -1657,9 +1657,9 @@ HOSTS_TRANSFORMERS = (
         "core_triton/hosts/transformers.py",
         "dict.fromkeys(losses, False)",
         "dict.fromkeys(losses, True)",
-        tests("hosts_liger"),
+        tests("hosts_liger", "not gpu"),
     ),
-    Mutation("core_triton/hosts/transformers.py", "if liger and (", "if False and (", tests("hosts_liger")),
+    Mutation("core_triton/hosts/transformers.py", "if liger and (", "if False and (", tests("hosts_liger", "not gpu")),
     Mutation("core_triton/hosts/transformers.py", "isinstance(model, self.model_class)", "True", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
