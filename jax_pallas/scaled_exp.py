@@ -308,8 +308,9 @@ def _run(
         without_e = (one._replace(saved=one.saved and one.saved._replace(e=None)) for one in chunks)
         found = jax.tree.map(lambda *of_chunks: jnp.concatenate(of_chunks), *without_e)
         found = found._replace(saved=found.saved._replace(e=e))
-    if shards and (smoothing is not None or plan_of(problem).fits_float16):
-        carry = lax.optimization_barrier(carry)  # or the last sum of d_input would begin beside what follows
+    if shards and not saves and (smoothing is not None or plan_of(problem).fits_float16):
+        # Or the last sum of d_input would begin beside what follows. With saved rows d_weight follows, as it should.
+        carry = lax.optimization_barrier(carry)
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if scales is not None and rows.theta is not None:  # so far they are scaled as d_input is
         rows = rows._replace(theta=rows.theta * (scales[1] / scales[0]))
