@@ -55,12 +55,24 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
         request: what it is to do.
         limit: seconds after which it is ended.
     """
+    return answer_of("benchmarks.train_process", json.dumps(asdict(request)), limit, _environment(request))
+
+
+def answer_of(module: str, request: str, limit: float, environment: dict[str, str]) -> dict[str, Any]:
+    """Returns what `python -m module request path` writes to path, with a "status": "failed" if it writes nothing.
+
+    Args:
+        module: the program.
+        request: its first argument.
+        limit: seconds after which it is ended.
+        environment: of the process.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder) / "answer.json", Path(folder) / "log"
-        command = [sys.executable, "-m", "benchmarks.train_process", json.dumps(asdict(request)), str(path)]
+        command = [sys.executable, "-m", module, request, str(path)]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=_environment(request), stdout=output, stderr=output, start_new_session=True
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
             )
             try:
                 status = process.wait(limit)
