@@ -1704,6 +1704,7 @@ HOSTS_TRL = (
     Mutation("core_triton/hosts/verl.py", "lambda gradient: gradient / ranks", "lambda gradient: gradient", OF_VERL),
     Mutation("core_triton/hosts/verl.py", "or dist_process_group.size() == 1", "", OF_VERL),
     Mutation("core_triton/hosts/verl.py", "logit_scale=1 / temperature", "logit_scale=temperature", OF_VERL),
+    Mutation("core_triton/hosts/verl.py", "or not temperature > 0:", "or False:", OF_VERL),
     Mutation("core_triton/hosts/verl.py", "    _options.clear()\n", "", OF_VERL),
     Mutation("core_triton/hosts/verl.py", 'if reduction != "none":', "if False:", OF_VERL),
 )
