@@ -1671,15 +1671,13 @@ HOSTS_TRL = (
     Mutation("core_triton/hosts/trl.py", "-loss if differentiated else", "loss if differentiated else", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "saved_budget=self.saved_budget, ", "", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "weight, bias = weight.to(hidden.dtype), None if", "bias = None if", OF_TRL),
-    Mutation("core_triton/hosts/trl.py", "return _called.get() is not None or ", "return ", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "return bool(_called.get()) or ", "return ", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "            hook.remove()\n", "            pass\n", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "            del self.trainer._compute_loss\n", "            pass\n", OF_TRL),
     Mutation("core_triton/hosts/trl.py", 'get("_compute_loss") == self._compute_loss', "get('_compute_loss')", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "if differentiated and entropy is not None:", "if False:", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "        if gradients[0] is not None:\n", "        if False:\n", OF_TRL),
-    Mutation(
-        "core_triton/hosts/trl.py", "            _called.reset(self.tokens.pop())\n", "            pass\n", OF_TRL
-    ),
+    Mutation("core_triton/hosts/trl.py", "            _called.set(_called.get()[:-1])\n", "            pass\n", OF_TRL),
     Mutation("core_triton/hosts/trl.py", ", with_kwargs=True, always_call=True", ", with_kwargs=True", OF_TRL),
     Mutation("core_triton/hosts/trl.py", ' and _is_of_trl(trainer, "compute_loss")', "", OF_TRL),
     Mutation("core_triton/hosts/trl.py", ' and _is_of_trl(trainer, "_compute_loss")', "", OF_TRL),

@@ -10,7 +10,9 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -395,6 +397,21 @@ def test_other_models_and_other_calls_are_unchanged(adapter: Any) -> None:
         with pytest.raises(AssertionError):
             step(patched, inputs)
         step(other, inputs)  # after an error in the model
+
+
+def test_threads_can_call_the_same_model(adapter: Any) -> None:
+    trainer, inputs = adapter.trl.SFTTrainer(Model()), sft_inputs()
+    expected = trainer.compute_loss(trainer.model, inputs)
+    both = threading.Barrier(2, timeout=60)
+
+    def wait(*_: Any) -> None:
+        both.wait()
+
+    trainer.model.layer.register_forward_hook(wait)
+    with adapter.patch(trainer), ThreadPoolExecutor(2) as pool, calls_of(adapter) as calls:
+        for found in pool.map(lambda _: trainer.compute_loss(trainer.model, inputs), range(2)):
+            torch.testing.assert_close(found, expected)
+        assert calls == 2 * THREE
 
 
 def test_patch_of_a_class(adapter: Any) -> None:

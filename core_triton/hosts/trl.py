@@ -14,7 +14,7 @@ error if the gradient that the trainer computed has another direction.
 """
 
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -48,7 +48,8 @@ TOLERANCE = 1e-3  # of the entries of a gradient, relative to the largest one
 _classes: dict[type, "_ClassPatch"] = {}
 _trainers: "WeakSet[_Installed]" = WeakSet()
 _replaced: dict[str, Any] = {}  # names of trl.trainer.utils while something is patched
-_called: ContextVar["_Installed | None"] = ContextVar("called", default=None)  # of the trainer whose model is called
+# The patched trainers whose models are being called in this thread, the last one innermost
+_called: ContextVar[tuple["_Installed", ...]] = ContextVar("called", default=())
 
 
 def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
@@ -204,7 +205,6 @@ class _Installed:
         self.name = type(trainer).__name__
         self.options = {name: value for name, value in options.items() if name != "saved_budget"}
         self.saved_budget = options.get("saved_budget", 0)
-        self.tokens: list[Token[Any]] = []
         self.hooks: list[Any] = []
         for model in {trainer.model, getattr(trainer, "ref_model", None)} - {None}:
             self.hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
@@ -234,11 +234,11 @@ class _Installed:
 
     def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("fused_lm_head"):
-            self.tokens.append(_called.set(self))
+            _called.set((*_called.get(), self))
 
     def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs.get("fused_lm_head") and self.tokens:
-            _called.reset(self.tokens.pop())
+        if kwargs.get("fused_lm_head"):
+            _called.set(_called.get()[:-1])
 
     def head(
         self,
@@ -317,13 +317,13 @@ class _Function:
 
     @staticmethod
     def apply(*arguments: Any) -> Any:
-        installed = _called.get()
-        return (_replaced["_ChunkedLogProbFunction"].apply if installed is None else installed.head)(*arguments)
+        called = _called.get()
+        return (called[-1].head if called else _replaced["_ChunkedLogProbFunction"].apply)(*arguments)
 
 
 def _leaves_out_tokens(device: torch.device) -> bool:
     """In place of trl's `_use_triton`: whether the head gets only the tokens that count."""
-    return _called.get() is not None or _replaced["_use_triton"](device)
+    return bool(_called.get()) or _replaced["_use_triton"](device)
 
 
 def _replace_functions() -> None:
