@@ -59,7 +59,8 @@ def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
         trainer_or_class: a trainer, before its `train()`; a class of trainers, for those that are made afterwards; or
             None, for the classes SFTTrainer, GRPOTrainer, DPOTrainer, KTOTrainer and RLOOTrainer, but those that are
             patched already. Subclasses of these are supported. If they compute the loss in another way, it takes four
-            matmuls.
+            matmuls. Entropies have a gradient in calls of GRPO and RLOO that take four matmuls. In others, a gradient
+            of them is an error in the backward pass.
         options: implementation, memory_budget, head_precision and batch_invariant of `linear_log_probs`, and for
             GRPOTrainer and RLOOTrainer its saved_budget, which holds for losses that take four matmuls without it.
 
