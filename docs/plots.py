@@ -120,7 +120,7 @@ def heads() -> go.Figure:
                 rows.append((name, sorted(of_heads, key=lambda row: ours[row["head"]])))
             parts[f"{shown}, {budget}"] = traces_of(rows, "head", lines=False)
     title = f"Time of the heads of published models, N {N:,}"
-    return with_menu(parts, title, {"tickangle": -60, "tickfont": {"size": 11}})
+    return with_menu(parts, title, {"tickangle": -90, "dtick": 1, "tickfont": {"size": 10}})
 
 
 def tokens() -> go.Figure:

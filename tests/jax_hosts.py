@@ -4,7 +4,7 @@
     python tests/jax_hosts.py maxtext [OPTION=VALUE...]  small models of MaxText, with options of its configuration
 
 It prints the largest error of a gradient, relative to the largest element of its array. The tests use modules with the
-hosts' interfaces instead (`host_stand_ins.py`).
+hosts' interfaces instead (`jax_host_stand_ins.py`).
 """
 
 import dataclasses

@@ -297,7 +297,7 @@ PARALLEL_HOST_CHECKS: dict[str, Callable[[int, int], None]] = {
     "titan_fsdp2": partial(check_titan_fsdp2, tied=False),
     "titan_fsdp2_tied": partial(check_titan_fsdp2, tied=True),
     "titan_dtensor": partial(check_titan_tensor_parallel, backend="partial_dtensor", classes=61),
-    "titan_spmd_types": partial(check_titan_tensor_parallel, backend="spmd_types", classes=VOCABULARY),
+    "titan_spmd_types": partial(check_titan_tensor_parallel, backend="spmd_types", classes=61),
     "megatron": partial(check_megatron, sequence_parallel=False),
     "megatron_sequence_parallel": partial(check_megatron, sequence_parallel=True),
 }

@@ -5,18 +5,26 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import host_stand_ins as stand_ins
 import jax
 import jax.numpy as jnp
+import jax_host_stand_ins as stand_ins
 import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
 from host_devices import failures_of, run_named
-from host_stand_ins import MaxTextConfig, MaxTextLinenModel, MaxTextModel, OldTunixModel, TunixModel, host, installed
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_host_stand_ins import (
+    MaxTextConfig,
+    MaxTextLinenModel,
+    MaxTextModel,
+    OldTunixModel,
+    TunixModel,
+    host,
+    installed,
+)
 
 import jax_pallas
 from jax_pallas import linear_ce

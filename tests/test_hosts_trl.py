@@ -10,7 +10,9 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -295,6 +297,59 @@ def test_trainers_that_compute_another_loss(adapter: Any) -> None:
             assert calls == (WITH_STATISTICS if cls is Sft else FOUR)
 
 
+def test_a_gradient_of_entropies_is_not_lost(adapter: Any) -> None:
+    """In trl entropies have a gradient. Beside three matmuls, and beside other statistics, they have none here."""
+
+    class Sft(adapter.trl.SFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Tensor:
+            outputs = model(**inputs, fused_lm_head=True)
+            return -outputs.log_probs.mean() - 0.1 * outputs.entropy.mean()
+
+    class Grpo(adapter.trl.GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any) -> Tensor:
+            return super().compute_loss(model, inputs) - 0.1 * self.entropies.sum()
+
+        def _get_per_token_logps_and_entropies(self, model: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+            log_probs, self.entropies = super()._get_per_token_logps_and_entropies(model, inputs)
+            return log_probs, self.entropies
+
+    for cls, loss_type in ((Sft, "nll"), (Grpo, "dapo"), (Grpo, "vespo")):
+        trainer = cls(Model(), args=Config(loss_type=loss_type))
+        inputs = sft_inputs() if cls is Sft else grpo_inputs(trainer)
+        expected = step(trainer, inputs)
+        with adapter.patch(trainer):
+            if loss_type == "vespo":  # takes four matmuls
+                same(step(trainer, inputs), expected)
+                continue
+            with pytest.raises(
+                RuntimeError, match=f"the loss of {cls.__name__} has a gradient by the entropies, which"
+            ):
+                step(trainer, inputs)
+
+
+def test_a_method_that_a_trainer_has_as_an_attribute_stays(adapter: Any) -> None:
+    sft, grpo = adapter.trl.SFTTrainer(Model()), adapter.trl.GRPOTrainer(Model(), args=Config(loss_type="dapo"))
+
+    def of_sft(model: Any, inputs: Any) -> Tensor:
+        return model(**inputs, fused_lm_head=True).log_probs.square().sum()
+
+    def of_grpo(model: Any, inputs: Any) -> Tensor:
+        return grpo._get_per_token_logps_and_entropies(model, inputs)[0].square().sum()
+
+    for trainer, name, method in ((sft, "compute_loss", of_sft), (grpo, "_compute_loss", of_grpo)):
+        setattr(trainer, name, method)
+        inputs = sft_inputs() if trainer is sft else grpo_inputs(trainer)
+        expected = step(trainer, inputs)
+        with adapter.patch(trainer):
+            same(step(trainer, inputs), expected)
+        assert vars(trainer)[name] is method
+        delattr(trainer, name)
+        adapter.patch(trainer)
+        setattr(trainer, name, method)  # after the patch
+        adapter.unpatch(trainer)
+        assert vars(trainer)[name] is method
+
+
 def test_a_batch_without_tokens_that_count(adapter: Any) -> None:
     trainer, inputs = adapter.trl.SFTTrainer(Model()), sft_inputs()
     inputs["labels"][:] = -100
@@ -342,6 +397,21 @@ def test_other_models_and_other_calls_are_unchanged(adapter: Any) -> None:
         with pytest.raises(AssertionError):
             step(patched, inputs)
         step(other, inputs)  # after an error in the model
+
+
+def test_threads_can_call_the_same_model(adapter: Any) -> None:
+    trainer, inputs = adapter.trl.SFTTrainer(Model()), sft_inputs()
+    expected = trainer.compute_loss(trainer.model, inputs)
+    both = threading.Barrier(2, timeout=60)
+
+    def wait(*_: Any) -> None:
+        both.wait()
+
+    trainer.model.layer.register_forward_hook(wait)
+    with adapter.patch(trainer), ThreadPoolExecutor(2) as pool, calls_of(adapter) as calls:
+        for found in pool.map(lambda _: trainer.compute_loss(trainer.model, inputs), range(2)):
+            torch.testing.assert_close(found, expected)
+        assert calls == 2 * THREE
 
 
 def test_patch_of_a_class(adapter: Any) -> None:

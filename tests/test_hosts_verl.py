@@ -64,6 +64,11 @@ def test_unpatch_and_what_is_refused(adapter: Any) -> None:
     assert [sys.modules[name].linear_cross_entropy for name in (KERNEL, MCORE)] == functions
     with pytest.raises(ValueError, match="reduction must be \"none\", got 'mean'"):
         adapter.linear_cross_entropy(*arrays(), LABELS, 1.0, "mean")
+    for temperature in (0.0, torch.tensor(0.7)):
+        with pytest.raises(
+            ValueError, match=f"temperature must be a positive number, got {re.escape(repr(temperature))}"
+        ):
+            adapter.linear_cross_entropy(*arrays(), LABELS, temperature)
     with (
         mock.patch.object(adapter.verl, "__version__", "0.8.2"),
         pytest.raises(RuntimeError, match=r"^core_triton.hosts.verl was tested with verl 0\.9\.1, found 0\.8\.2$"),

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch_host_stand_ins
 import trl_stand_ins
-from host_stand_ins import jax_hosts
+from jax_host_stand_ins import jax_hosts
 from page_code import programs_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [*sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "linear_ce" / "MATH.md"]
 STAND_INS = {  # for hosts that are not installed
-    "hosts.md": (trl_stand_ins.torch_hosts, torch_host_stand_ins.torch_hosts),
+    "hosts.md": (trl_stand_ins.trl_and_verl, torch_host_stand_ins.torch_hosts),
     "hosts_jax.md": (jax_hosts,),
 }
 PACKAGES = ("core_triton", "jax_pallas", "linear_ce", "flax_models", "parity", "benchmarks", "examples")

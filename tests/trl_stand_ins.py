@@ -43,7 +43,7 @@ def _forget_adapters() -> None:
             delattr(hosts, name)
 
 
-def torch_hosts() -> AbstractContextManager[None]:
+def trl_and_verl() -> AbstractContextManager[None]:
     """Makes all hosts of this file importable."""
     return installed(*trl(), *verl())
 

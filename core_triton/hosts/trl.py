@@ -14,7 +14,7 @@ error if the gradient that the trainer computed has another direction.
 """
 
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -48,7 +48,8 @@ TOLERANCE = 1e-3  # of the entries of a gradient, relative to the largest one
 _classes: dict[type, "_ClassPatch"] = {}
 _trainers: "WeakSet[_Installed]" = WeakSet()
 _replaced: dict[str, Any] = {}  # names of trl.trainer.utils while something is patched
-_called: ContextVar["_Installed | None"] = ContextVar("called", default=None)  # of the trainer whose model is called
+# The patched trainers whose models are being called in this thread, the last one innermost
+_called: ContextVar[tuple["_Installed", ...]] = ContextVar("called", default=())
 
 
 def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
@@ -58,7 +59,8 @@ def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
         trainer_or_class: a trainer, before its `train()`; a class of trainers, for those that are made afterwards; or
             None, for the classes SFTTrainer, GRPOTrainer, DPOTrainer, KTOTrainer and RLOOTrainer, but those that are
             patched already. Subclasses of these are supported. If they compute the loss in another way, it takes four
-            matmuls.
+            matmuls. Entropies have a gradient in calls of GRPO and RLOO that take four matmuls. In others, a gradient
+            of them is an error in the backward pass.
         options: implementation, memory_budget, head_precision and batch_invariant of `linear_log_probs`, and for
             GRPOTrainer and RLOOTrainer its saved_budget, which holds for losses that take four matmuls without it.
 
@@ -134,6 +136,11 @@ def _base(cls: type) -> type:
     raise TypeError(f"trainer_or_class must be one of {', '.join(TRAINERS)} or a class of these, got {cls.__name__}")
 
 
+def _is_of_trl(trainer: Any, name: str) -> bool:
+    """Returns whether a method of a trainer is that of trl, and neither a subclass nor the trainer has another one."""
+    return getattr(getattr(trainer, name), "__func__", None) is getattr(_base(type(trainer)), name)
+
+
 def _check_saved_budget(base: type, options: dict[str, Any]) -> None:
     saved_budget = options.get("saved_budget", 0)
     if saved_budget and base.__name__ not in TAKE_SAVED_BUDGET:
@@ -199,22 +206,22 @@ class _Installed:
         self.name = type(trainer).__name__
         self.options = {name: value for name, value in options.items() if name != "saved_budget"}
         self.saved_budget = options.get("saved_budget", 0)
-        self.tokens: list[Token[Any]] = []
         self.hooks: list[Any] = []
         for model in {trainer.model, getattr(trainer, "ref_model", None)} - {None}:
             self.hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
             self.hooks.append(model.register_forward_hook(self._after, with_kwargs=True, always_call=True))
         self.objective: Objective | None = None  # of the loss that the trainer is computing
-        base, cls = _base(type(trainer)), type(trainer)
-        if base.__name__ == "SFTTrainer" and cls.compute_loss is base.compute_loss:  # pyright: ignore[reportAttributeAccessIssue]
+        base = _base(type(trainer)).__name__
+        if base == "SFTTrainer" and _is_of_trl(trainer, "compute_loss"):
             self.objective = _sft_objective(trainer)
-        if base.__name__ == "GRPOTrainer" and cls._compute_loss is base._compute_loss:  # pyright: ignore[reportAttributeAccessIssue]
+        if base == "GRPOTrainer" and _is_of_trl(trainer, "_compute_loss"):
             trainer._compute_loss = self._compute_loss
 
     def remove(self) -> None:
         for hook in self.hooks:
             hook.remove()
-        vars(self.trainer).pop("_compute_loss", None)
+        if vars(self.trainer).get("_compute_loss") == self._compute_loss:
+            del self.trainer._compute_loss
         del self.trainer._core_triton
         _trainers.discard(self)
 
@@ -228,11 +235,11 @@ class _Installed:
 
     def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("fused_lm_head"):
-            self.tokens.append(_called.set(self))
+            _called.set((*_called.get(), self))
 
     def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs.get("fused_lm_head") and self.tokens:
-            _called.reset(self.tokens.pop())
+        if kwargs.get("fused_lm_head"):
+            _called.set(_called.get()[:-1])
 
     def head(
         self,
@@ -294,9 +301,12 @@ class _Installed:
             log_prob = _LogProbsOfLoss.apply(loss, of_tokens.log_prob, objective, self.name)
         else:
             log_prob = -loss if differentiated else of_tokens.log_prob
+        entropy = of_tokens.entropy
+        if differentiated and entropy is not None:
+            entropy = _EntropyWithoutGradient.apply(loss, entropy, self.name)
         return (
             log_prob,
-            of_tokens.entropy,
+            entropy,
             None if of_tokens.sum_squared_probs is None else of_tokens.sum_squared_probs.log(),
             of_tokens.mean_logit,
             None if of_tokens.argmax is None else of_tokens.argmax == targets,
@@ -308,13 +318,13 @@ class _Function:
 
     @staticmethod
     def apply(*arguments: Any) -> Any:
-        installed = _called.get()
-        return (_replaced["_ChunkedLogProbFunction"].apply if installed is None else installed.head)(*arguments)
+        called = _called.get()
+        return (called[-1].head if called else _replaced["_ChunkedLogProbFunction"].apply)(*arguments)
 
 
 def _leaves_out_tokens(device: torch.device) -> bool:
     """In place of trl's `_use_triton`: whether the head gets only the tokens that count."""
-    return _called.get() is not None or _replaced["_use_triton"](device)
+    return bool(_called.get()) or _replaced["_use_triton"](device)
 
 
 def _replace_functions() -> None:
@@ -377,11 +387,9 @@ class _LogProbsOfLoss(torch.autograd.Function):
         d_log_prob = gradient.double()
         factor = (d_log_prob @ derivative) / (derivative @ derivative).clamp(min=torch.finfo(torch.float64).tiny)
         rest = (d_log_prob - factor * derivative).abs()
-        # Comparisons with NaN, which propagates, are False.
-        if (
-            len(rest)
-            and derivative.abs().amax() > ctx.objective.rounding
-            and rest.amax() > TOLERANCE * d_log_prob.abs().amax()
+        # Comparisons with NaN, which propagates, are False. One of both waits for the device.
+        if len(rest) and bool(
+            (derivative.abs().amax() > ctx.objective.rounding) & (rest.amax() > TOLERANCE * d_log_prob.abs().amax())
         ):
             raise RuntimeError(
                 f"the gradient of the loss of {ctx.trainer} by the log-probabilities is not the one that "
@@ -389,6 +397,26 @@ class _LogProbsOfLoss(torch.autograd.Function):
                 "core_triton.hosts.trl.unpatch to compute another loss"
             )
         return factor.float(), None, None, None
+
+
+class _EntropyWithoutGradient(torch.autograd.Function):
+    """Entropies (N,) that come from the same pass as a loss. A gradient of them is an error, because it would be lost:
+    in trl they have one."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, entropy: Tensor, trainer: str) -> Tensor:
+        ctx.trainer = trainer
+        ctx.set_materialize_grads(False)
+        return entropy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if gradients[0] is not None:
+            raise RuntimeError(
+                f"the loss of {ctx.trainer} has a gradient by the entropies, which core_triton.hosts.trl does not "
+                "compute there. Undo the patch with core_triton.hosts.trl.unpatch to compute it"
+            )
+        return None, None, None
 
 
 def _nll(log_prob: Tensor) -> Tensor:
@@ -421,11 +449,12 @@ def _grpo_objective(trainer: Any, inputs: dict[str, Any]) -> Objective | None:
         or trainer._entropy_bonus_enabled
     ):
         return None
-    counted = inputs["completion_mask"].bool()  # (B, T), the rows that the head gets
-    mask = inputs["completion_mask"] * inputs["tool_mask"] if "tool_mask" in inputs else inputs["completion_mask"]
+    mask_of_rows = inputs["completion_mask"]  # (B, T), of the rows that the head gets
+    counted = mask_of_rows.nonzero(as_tuple=True)  # waits for the device, once for all arrays
+    mask = mask_of_rows * inputs["tool_mask"] if "tool_mask" in inputs else mask_of_rows
 
     def rows(array: Tensor) -> Tensor:
-        return array.float().expand(counted.shape)[counted]
+        return array.float().expand(mask_of_rows.shape)[counted]
 
     advantages = inputs["advantages"]
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages

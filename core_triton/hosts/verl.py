@@ -99,7 +99,7 @@ def linear_cross_entropy(
         hidden: (..., H) float16, bfloat16 or float32.
         weight: (V, H), hidden's dtype or float32. With dist_process_group, this rank's part of the classes.
         labels: (...) integers, classes of the whole vocabulary. -100 gives 0, and another label that is no class NaN.
-        temperature: the logits are divided by it.
+        temperature: the logits are divided by it. A number, as in verl.
         reduction: "none".
         dist_process_group: of the ranks that divide the classes. As in verl, the gradient of hidden is then a part that
             has to be added over the ranks, as the gradient of Megatron's sequence-parallel gather does: here each rank
@@ -109,10 +109,13 @@ def linear_cross_entropy(
         (N,) float32 log-probabilities and entropies of all N labels, both differentiable.
 
     Raises:
-        TypeError, ValueError: as `core_triton.linear_log_probs`, or another reduction.
+        TypeError, ValueError: as `core_triton.linear_log_probs`, another reduction, or a temperature that is not a
+            positive number.
     """
     if reduction != "none":
         raise ValueError(f'reduction must be "none", got {reduction!r}')
+    if not isinstance(temperature, float | int) or not temperature > 0:
+        raise ValueError(f"temperature must be a positive number, got {temperature!r}")
     hidden = hidden.reshape(-1, hidden.shape[-1])
     group = None if dist_process_group is None or dist_process_group.size() == 1 else dist_process_group
     if group is not None and hidden.requires_grad:
