@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_problem import gradients, problem, total
-from sharded_cases import assert_within_budget, mesh_of, run_sharded
+from sharded_cases import assert_within_budget, mesh_of, run_sharded, small_head
 
 from jax_pallas.linear_ce import (
     explain,
@@ -532,7 +532,7 @@ def check_every_case(part: int) -> None:
             continue
         spec = case.spec if case.spec.vocab_size is None else replace(case.spec, vocab_size=307)
         rows = 64 * (DEVICES // axes.get("vocab", 1))
-        small = replace(case, lead=(rows,), hidden=16, vocab=320, spec=spec, tight_memory="data" not in axes)
+        small = replace(case, lead=(rows,), **small_head(case), spec=spec, tight_memory="data" not in axes)
         options: dict[str, Any] = {"vocab_axis_name": "vocab"} if "vocab" in axes else {}
         if case.logit_std > 8:
             # Small chunks of the forward pass have other shapes than those of the backward pass, and XLA's matmuls of

@@ -24,7 +24,7 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_problem import problem
-from sharded_cases import assert_within_budget, mesh_of, run_global, run_sharded
+from sharded_cases import assert_within_budget, mesh_of, run_global, run_sharded, small_head
 
 import jax_pallas
 from jax_pallas import sharded
@@ -140,7 +140,7 @@ def of_size(form: Form, case: Case) -> Case:
     spec = case.spec if case.spec.vocab_size is None else replace(case.spec, vocab_size=min(case.spec.vocab_size, 307))
     # A vocabulary that is divided among devices with the same tokens is added up in the dtype of the head.
     tight = form.rows == P(None)
-    return replace(case, lead=(64 if tight else 256,), hidden=16, vocab=320, spec=spec, tight_memory=tight)
+    return replace(case, lead=(64 if tight else 256,), **small_head(case), spec=spec, tight_memory=tight)
 
 
 def check_form(form: Form, case: Case) -> None:
