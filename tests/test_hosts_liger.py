@@ -50,10 +50,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         yield found
 
 
-def versions(version: str) -> Any:
-    """Returns a context in which liger-kernel has this version."""
+def versions(version: str | None) -> Any:
+    """Returns a context in which liger-kernel has this version, or is a module without a distribution."""
     of = metadata.version
-    return mock.patch.object(metadata, "version", lambda name: version if name == "liger-kernel" else of(name))
+
+    def found(name: str) -> str:
+        if name == "liger-kernel" and version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version if version is not None and name == "liger-kernel" else of(name)
+
+    return mock.patch.object(metadata, "version", found)
 
 
 def test_a_model_gets_the_kernels_without_the_losses(calls: list[dict[str, Any]]) -> None:
@@ -77,8 +83,10 @@ def test_what_is_refused_leaves_the_model_as_it_is(
     for of in (type(llama), None):
         with pytest.raises(ValueError, match=r"^liger must be False for (a class|all models), got True$"):
             patch(of, liger=True)
-    with versions("0.8.4"), pytest.raises(RuntimeError, match=r"was tested with liger-kernel 0\.8\.5, found 0\.8\.4$"):
-        patch(llama, liger=True)
+    for version in ("0.8.4", None):
+        message = rf"was tested with liger-kernel 0\.8\.5, found {version or 'no version'}$"
+        with versions(version), pytest.raises(RuntimeError, match=message):
+            patch(llama, liger=True)
     patch(llama)
     with pytest.raises(RuntimeError, match=r"^LlamaForCausalLM is patched already$"):
         patch(llama, liger=True)
@@ -88,6 +96,19 @@ def test_what_is_refused_leaves_the_model_as_it_is(
         patch(llama, liger=True)
     assert type(llama.lm_head) is torch.nn.Linear
     assert not calls
+
+
+def test_an_error_of_liger_leaves_the_model_unpatched(calls: list[dict[str, Any]]) -> None:
+    model = make(LLAMA)
+    kernels = sys.modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN
+    with (
+        mock.patch.dict(kernels, llama=lambda model: model.no_such_module),
+        pytest.raises(AttributeError, match="no_such_module"),
+    ):
+        patch(model, liger=True)
+    assert type(model.lm_head) is torch.nn.Linear
+    patch(model, liger=True)
+    assert len(calls) == 1
 
 
 @installed

@@ -112,7 +112,11 @@ def patch(model_or_class: Any = None, *, liger: bool = False, **options: Any) ->
         apply_liger = _liger_kernels(model) if liger else None
         _patch_model(model, options)
         if apply_liger is not None:
-            apply_liger()
+            try:
+                apply_liger()
+            except Exception:
+                unpatch(model)
+                raise
     return Patch(partial(unpatch, model_or_class), model_or_class)
 
 
@@ -168,7 +172,11 @@ def _liger_kernels(model: PreTrainedModel) -> Callable[[], None]:
         from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("liger=True needs liger-kernel: pip install liger-kernel") from error
-    check_version(__name__, "liger-kernel", metadata.version("liger-kernel"), TESTED_LIGER_VERSIONS)
+    try:
+        found = metadata.version("liger-kernel")
+    except metadata.PackageNotFoundError:  # as a nightly build, or without its metadata
+        found = "no version"
+    check_version(__name__, "liger-kernel", found, TESTED_LIGER_VERSIONS)
     name, kind = type(model).__name__, model.config.model_type
     apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
     if apply is None:
