@@ -77,12 +77,13 @@ def test_cases_are_within_their_budgets(name: str) -> None:
 
 
 EDGES = [case for case in cases() if "saved" in case.name]
+QUICK_EDGES = ("edge-saved-tight-fp16", "edge-log_probs-saved-bf16")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name, marks=() if case.name == "edge-log_probs-saved-bf16" else pytest.mark.slow)
+        pytest.param(case, id=case.name, marks=() if case.name in QUICK_EDGES else pytest.mark.slow)
         for case in EDGES
     ],
 )
