@@ -82,10 +82,7 @@ QUICK_EDGES = ("edge-saved-tight-fp16", "edge-log_probs-saved-bf16")
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=case.name, marks=() if case.name in QUICK_EDGES else pytest.mark.slow)
-        for case in EDGES
-    ],
+    [pytest.param(case, id=case.name, marks=() if case.name in QUICK_EDGES else pytest.mark.slow) for case in EDGES],
 )
 def test_the_kernels_are_within_the_budgets_of_cases(case: Case) -> None:
     arrays = make_arrays(case)
@@ -168,7 +165,7 @@ def test_memory_is_within_both_budgets(function: str, n: int) -> None:
     [
         ("none", "chunked"),
         pytest.param("log_probs", "chunked", marks=pytest.mark.slow),
-        pytest.param("none", "pallas_triton", marks=pytest.mark.slow),
+        ("none", "pallas_triton"),
         pytest.param("log_probs", "pallas_triton", marks=pytest.mark.slow),
     ],
 )

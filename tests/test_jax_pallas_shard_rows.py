@@ -73,7 +73,10 @@ CASES += tuple(
 # rows of large logits are shifted, and some computed again.
 MORE: dict[str, Any] = {"vocab": 512}
 SHIFTED: dict[str, Any] = PADDED | MORE | {"dtype": "float16", "logit_std": 40.0}
-CASES += (Case(name="float16, padded", **SHIFTED, spec=LossSpec(vocab_size=401)),)
+CASES += (
+    Case(name="float16, padded", **SHIFTED, spec=LossSpec(vocab_size=401)),
+    Case(name="float16, shifted, token loss", **SHIFTED, **POLICY, spec=LossSpec(vocab_size=401)),
+)
 CASES += (
     Case(
         name="smoothing",
@@ -152,7 +155,7 @@ def float32_heads(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 
 CASES += float32_heads(CASES)
 # Padding, token losses and float32 heads run in the quick suite, where one case has several of them.
-QUICK = ("class weights", "float16, padded, token loss", "split head, padded", "bits", "confident", "errors")
+QUICK = ("class weights", "float16, shifted, token loss", "split head, padded", "bits", "confident", "errors")
 QUICK += ("invariant", "invariant, sums", "saved, exchange", "float16, saved, confident")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
@@ -200,7 +203,12 @@ TOKEN_CASES += (
     Case(name="float16, padded, none", **OF_SAMPLE, spec=LossSpec("none", vocab_size=401), upstream="random"),
 )
 TOKEN_CASES += float32_heads(TOKEN_CASES)
-QUICK_TOKENS = ("tokens, split head, token loss", "tokens, smoothing", "tokens, exchange", "tokens, small probabilities")
+QUICK_TOKENS = (
+    "tokens, split head, token loss",
+    "tokens, smoothing",
+    "tokens, exchange",
+    "tokens, small probabilities",
+)
 EVERY_DAY = {*QUICK, *QUICK_TOKENS, "head, parts", "head, two chunks"}
 
 
