@@ -928,7 +928,7 @@ HEAD_FLOAT32 = (
     ),
     Mutation("jax_pallas/arguments.py", "    if more:\n", "    if False:\n", tests("jax_pallas_sharding", "grad_into")),
     Mutation("jax_pallas/plan.py", "vocab % 8 == 0)", "True)", JAX_INTO),
-    Mutation("jax_pallas/plan.py", "d_weight_starts &= not key.grad_into", "pass", JAX_INTO),
+    Mutation("jax_pallas/plan.py", "&= not key.grad_into and not begun", "&= not begun", JAX_INTO),
     Mutation(
         "jax_pallas/hopper_gradients.py",
         "if adds and not float32 else 0",
@@ -1026,7 +1026,7 @@ HEAD_FLOAT32 = (
 SAVED = tests("core_triton_saved", "not compile and not opcheck")
 SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")
 JAX_SAVED = tests("jax_pallas_saved", "rows_that_do or part_of")
-JAX_SAVED_FLOAT16 = tests("jax_pallas_saved", "different_sizes")
+JAX_SAVED_FLOAT16 = tests("jax_pallas_saved", "kernels_are_within")
 JAX_BUDGETS = tests("jax_pallas_saved", "smallest_budget")
 JAX_EXPLAINED = tests("jax_pallas_plan", "calls_without_gradients")
 SAVED_ROWS = (

@@ -77,7 +77,12 @@ INTERPRETED = (
 )
 INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED[1:]))
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
-BY_KERNELS = python("torch_ranks.py", "2", "triton", *INTERPRETED)
+# A case with few rows represents a part of 700.
+SLOW_BY_KERNELS = (f"vocabulary:{SAVED[1]}", "check:batch_invariant_gathered")
+QUICK_BY_KERNELS = tuple(request for request in INTERPRETED if request not in SLOW_BY_KERNELS)
+QUICK_BY_KERNELS += ("vocabulary:edge-log_probs-saved-frozen_weight-fp16",)
+BY_KERNELS = python("torch_ranks.py", "2", "triton", *QUICK_BY_KERNELS)
+SLOWLY_BY_KERNELS = python("torch_ranks.py", "2", "triton", *SLOW_BY_KERNELS)
 
 
 # Of four ranks. More checks of tokens that are gathered chunk by chunk are those of two ranks.
@@ -103,8 +108,16 @@ def test_four_ranks_give_the_loss_and_the_gradients_of_one(request_: str, printe
     assert_passed(printed[request_])
 
 
-@pytest.mark.programs(BY_KERNELS, seconds=25)
-@pytest.mark.parametrize("request_", INTERPRETED)
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *each(dict.fromkeys(QUICK_BY_KERNELS, BY_KERNELS), seconds=25),
+        *(
+            pytest.param(name, marks=[pytest.mark.programs(SLOWLY_BY_KERNELS, seconds=15), pytest.mark.slow])
+            for name in SLOW_BY_KERNELS
+        ),
+    ],
+)
 def test_two_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
     assert_passed(printed[request_])
 

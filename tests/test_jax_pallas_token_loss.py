@@ -217,7 +217,8 @@ def test_kernels_of_a_loss_of_the_entropy(dtype: str, options: dict[str, Any], v
     call.check(3.0, **given)
 
 
-@pytest.mark.parametrize("vocab_axis", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_axis", [0, 1])
 def test_kernels_in_chunks(vocab_axis: int) -> None:
     """Runs the kernels of scaled exponentials in Pallas' interpreter."""
     call = Call("grpo-k3", n=150, v=128, dtype="bfloat16", vocab_axis=vocab_axis)
@@ -646,25 +647,36 @@ def test_statistics_have_no_gradient(options: dict[str, Any]) -> None:
 
 
 def test_log_probs_are_those_of_linear_log_probs_bit_for_bit() -> None:
-    """In Pallas' interpreter, with any budget, beside any rows, and with rows that are repaired."""
-    rng, n, v = np.random.default_rng(0), 260, 320
+    """In Pallas' interpreter, in chunks, beside any rows, and with rows that are repaired. The gradients are those of
+    materialized logits."""
+    rng, n, v = np.random.default_rng(0), 256, 320
     x, far = rng.standard_normal((n, 32)), [7, 150]
     x[far] *= 40
     x, w = (jnp.asarray(one, jnp.bfloat16) for one in (x, rng.standard_normal((v, 32)) / 4))
-    y = jnp.asarray(rng.integers(0, v, n), jnp.int32)
+    y, a = jnp.asarray(rng.integers(0, v, n), jnp.int32), jnp.linspace(-1, 2, n)
     half = replaced(np.where(rng.uniform(size=n) < 0.5, y, -100), far, -100)  # no repair
     want = jax.tree.map(np.asarray, linear_log_probs(x, w, y, implementation="pallas_triton"))
     assert (want.log_prob[far] < -45).all()
+    options: dict[str, Any] = {"memory_budget": 2**17, "implementation": "pallas_triton"}
+    plan = explain(x, w, **options).plan
+    assert (plan.path, plan.chunks.rows, explain(x, w, implementation="pallas_triton").plan.chunks.rows) == (
+        "scaled_exp", 128, n
+    )  # fmt: skip
 
-    def of_token_loss(x: Array, w: Array, y: Array, most: int | None) -> tuple[Array, TokenStats]:
-        options: dict[str, Any] = {"memory_budget": most, "implementation": "pallas_triton"}
-        return linear_token_loss_with_stats(x, w, y, jnp.negative, stats=("log_prob", "lse"), **options)
+    def of_token_loss(x: Array, w: Array, a: Array, y: Array) -> tuple[Array, TokenStats]:
+        return linear_token_loss_with_stats(x, w, y, scaled, a, stats=("log_prob", "lse"), **options)
 
-    for target, most in ((y, None), (y, 2**19), (half, 2**19)):
-        (_, found), _ = jax.value_and_grad(of_token_loss, (0, 1), has_aux=True)(x, w, target, most)
+    gradients_of = jax.value_and_grad(of_token_loss, (0, 1, 2), has_aux=True)
+    for target in (y, half):
+        (_, found), grads = gradients_of(x, w, a, target)
         counts = np.asarray(target) >= 0
         assert np.array_equal(np.asarray(found.log_prob)[counts], want.log_prob[counts])
         assert np.array_equal(np.asarray(found.lse)[counts], want.lse[counts])
+    exact: dict[str, Any] = {"input": x.astype(jnp.float32), "linear_weight": w.astype(jnp.float32), "per_token": (a,)}
+    exact |= {"target": half, "token_loss": scaled}
+    _, of_exact = gradients(unfused_loss, exact, ARGUMENTS)
+    for got, one in zip(grads, (of_exact["input"], of_exact["linear_weight"], *of_exact["per_token"]), strict=True):
+        assert np.linalg.norm(np.asarray(got, np.float32) - one) <= 4e-3 * np.linalg.norm(one)
 
 
 @pytest.mark.parametrize(
