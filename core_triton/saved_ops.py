@@ -20,7 +20,7 @@ nothing.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from core_triton.problem import (
 from core_triton.row_math import RowStatistics
 from linear_ce.chunking import SavedRowCount, choose_saved_rows, plan_passes
 from linear_ce.statistics import BY_ROW, ENTROPY
+
+T = TypeVar("T")
 
 
 class SavedCall(NamedTuple):
@@ -140,7 +142,7 @@ def explained_plan(
     return replace(plan, saved=saved, others=others)
 
 
-def _plan_passes[T](
+def _plan_passes(
     plan_rows: Callable[..., T], saved: SavedRowCount, needs_grad: NeedsGrad, *, statistics: int, packed: bool
 ) -> T:
     """Plans all passes of a call: `chunking.plan_passes`. Returns what plans the rows that are saved.
