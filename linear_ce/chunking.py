@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar, cast
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 MIN_ROWS = 16  # matmuls of fewer rows waste the matrix units; a budget that cannot hold 16 rows raises an error
 
