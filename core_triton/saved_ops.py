@@ -89,7 +89,7 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
 
 def saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRowCount:
     """Returns which rows of a call are saved: the first ones."""
-    return _count(arrays.input, options.most_classes, needs_grad, options.saved_budget)
+    return _count(arrays.input, options.most_classes(), needs_grad, options.saved_budget)
 
 
 def _count(x: Tensor, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
@@ -374,7 +374,7 @@ def _saved_there(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> lis
 
 def fake_saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRows:
     """Returns tensors like those of `SavedRows`."""
-    x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.most_classes
+    x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.most_classes()
     there = _saved_there(arrays, options, needs_grad)
     packed, vector = there[3], x.new_empty(rows, dtype=torch.float32)
     made = (
