@@ -7,6 +7,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 LATEST := .venv-latest/bin
 WITH_HOSTS := .venv-hosts/bin
+OLDEST := .venv-oldest/bin
 INSTALL := pip install --quiet --disable-pip-version-check --retries 10
 # The parts of JAX's CUDA plugin that compile for a GPU that is not present. They are outside the environment, because
 # JAX would look for a driver there.
@@ -16,18 +17,21 @@ HOSTS := verl==0.9.1 torchtitan==0.3.0 megatron-core==0.19.2 liger-kernel==0.8.5
 # Python keeps its compiled files even where the environment forbids it: without them pytest rewrites every test file.
 TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
+# The packages that run with Python 3.10. JAX 0.11 needs Python 3.12, so other tests cannot run there.
+OLDEST_TESTS := $(wildcard tests/test_core_triton_*.py) $(patsubst %,tests/test_%.py,cases math reference rounding spec)
 ARGS ?=
 
-# python3.12 on PATH may be a shim that does not run, so each candidate is run.
+# $(call find_python,3.12): python3.12 on PATH may be a shim that does not run, so each candidate is run.
 define find_python
-for candidate in "$${PYTHON:-}" python3.12 python3 python python3.13 \
-    "$$(pyenv root 2>/dev/null)"/versions/3.12*/bin/python "$$HOME"/.pyenv/versions/3.12*/bin/python; do \
-  [ -n "$$candidate" ] && "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' \
+for candidate in "$${PYTHON:-}" python$(1) python3 python python3.13 \
+    "$$(pyenv root 2>/dev/null)"/versions/$(1)*/bin/python "$$HOME"/.pyenv/versions/$(1)*/bin/python; do \
+  [ -n "$$candidate" ] && \
+    "$$candidate" -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' \
     >/dev/null 2>&1 && echo "$$candidate" && exit 0; \
-done; echo "no Python 3.12 that runs was found; set PYTHON=/path/to/python3.12" >&2; exit 1
+done; echo "no Python $(1) that runs was found; set PYTHON=/path/to/python$(1)" >&2; exit 1
 endef
 
-.PHONY: help train test test-slow test-latest test-hosts test-mutations lint format docs parity clean
+.PHONY: help train test test-slow test-latest test-oldest test-hosts test-mutations lint format docs parity clean
 
 help:
 	@echo "make train        set up, then train the tiny language model on the standard library's sources"
@@ -35,13 +39,14 @@ help:
 	@echo "make test-slow    the cases that make test leaves out and that need no GPU"
 	@echo "make test-latest  the quick CPU tests with the newest torch, triton, jax and NumPy"
 	@echo "make test-hosts   the tests of the adapters with the released packages of their hosts"
+	@echo "make test-oldest  the quick CPU tests of core_triton with the oldest Python, torch, triton and NumPy"
 	@echo "make test-mutations  break the code in some 550 places, one at a time: the quick tests must notice each"
 	@echo "make parity       run the parity table on this machine"
 	@echo "make lint         ruff and pyright;  make format: let ruff rewrite"
 	@echo "make docs         set up, then build the documentation site in build/site; a broken link is an error"
 
 .venv/bin/python:
-	@python=$$($(find_python)); echo "setting up .venv with $$("$$python" --version)"; "$$python" -m venv .venv
+	@python=$$($(call find_python,3.12)); echo "setting up .venv with $$("$$python" --version)"; "$$python" -m venv .venv
 
 .venv/.train: .venv/bin/python pyproject.toml constraints.txt
 	@echo "installing what training needs (about a minute)"
@@ -55,20 +60,25 @@ help:
 	@touch $@ .venv/.train
 
 .venv-latest/.dev: pyproject.toml .venv/bin/python
-	@python=$$($(find_python)); rm -rf .venv-latest; "$$python" -m venv .venv-latest
+	@python=$$($(call find_python,3.12)); rm -rf .venv-latest; "$$python" -m venv .venv-latest
 	@$(LATEST)/$(INSTALL) --upgrade --editable ".[dev]"
 	@version=$$($(LATEST)/python -c 'import jax; print(jax.__version__)'); $(LATEST)/$(INSTALL) --no-deps \
 	  --target .venv-latest/gpu-compiler jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
 
 .venv-hosts/.hosts: pyproject.toml constraints.txt .venv/bin/python
-	@python=$$($(find_python)); rm -rf .venv-hosts; "$$python" -m venv .venv-hosts
+	@python=$$($(call find_python,3.12)); rm -rf .venv-hosts; "$$python" -m venv .venv-hosts
 	@$(WITH_HOSTS)/$(INSTALL) --constraint constraints.txt --editable ".[dev,hosts]"
 	@$(WITH_HOSTS)/$(INSTALL) --no-deps $(HOSTS)
 	@touch $@
 
+.venv-oldest/.dev: pyproject.toml constraints-oldest.txt
+	@python=$$($(call find_python,3.10)); rm -rf .venv-oldest; "$$python" -m venv .venv-oldest
+	@$(OLDEST)/$(INSTALL) --constraint constraints-oldest.txt --editable ".[torch,test]"
+	@touch $@
+
 .venv-docs/.docs: pyproject.toml constraints.txt
-	@python=$$($(find_python)); "$$python" -m venv .venv-docs
+	@python=$$($(call find_python,3.12)); "$$python" -m venv .venv-docs
 	@.venv-docs/bin/$(INSTALL) --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
@@ -87,6 +97,10 @@ test-latest: .venv-latest/.dev
 
 test-hosts: .venv-hosts/.hosts
 	@$(TEST_ENV) $(WITH_HOSTS)/python -m pytest tests/test_hosts_*.py -n $(WORKERS) --dist load -m "not gpu" $(ARGS)
+
+test-oldest: .venv-oldest/.dev
+	@$(OLDEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|numpy) '
+	@$(TEST_ENV) $(OLDEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS) $(OLDEST_TESTS)
 
 test-mutations: .venv/.dev
 	@$(BIN)/python tests/mutations.py $(ARGS)
@@ -107,4 +121,4 @@ format: .venv/.dev
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-latest .venv-docs .venv-hosts build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-oldest .venv-docs .venv-hosts build *.egg-info .pytest_cache .ruff_cache .hypothesis

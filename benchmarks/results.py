@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ def recorded_calls(framework: str, code: str, versions: Mapping[str, str]) -> li
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 # Where a method's key in the files is not the name of the package that a reader knows.

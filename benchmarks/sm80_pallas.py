@@ -90,7 +90,7 @@ def _lower_exponentials(shape: Shape) -> Lowered:
         )  # fmt: skip
 
     arguments = x, w, array(rows, dtype=jnp.float32), array(rows, dtype=jnp.int32)
-    gpu = SimpleNamespace(compute_capability=A100)
+    gpu = SimpleNamespace(compute_capability=A100, arch_name="8.0")
     with (
         warnings.catch_warnings(),
         mock.patch.object(lowering, "lower_jaxpr_to_triton_module", record),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from benchmarks.train_rows import LORA_RANK, WARM_UP, Row, draw, speed_figures
 from flax_models.data.batches import Batch
 from flax_models.hub.config import values_of
 from flax_models.model.config import ModelConfig
+
+T = TypeVar("T")
 
 SPLIT_STEPS = 3
 LIGER = {"llama": "apply_liger_kernel_to_llama", "qwen2": "apply_liger_kernel_to_qwen2"}
@@ -207,7 +209,7 @@ def _split(step: Step, wait: Callable[[], None]) -> dict[str, float]:
     """Returns the milliseconds of a step's parts, each ended by a wait, so their sum is longer than a step."""
     times: dict[str, float] = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
 
-    def timed[T](part: str, call: Callable[[], T]) -> T:
+    def timed(part: str, call: Callable[[], T]) -> T:
         wait()
         start = time.perf_counter()
         result = call()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from linear_ce.spec import (
     check_normalizer,
     check_saved_budget,
 )
+
+T = TypeVar("T")
 
 IMPLEMENTATIONS = ("triton", "triton_sm80", "chunked")
 
@@ -72,7 +74,7 @@ def _interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _cached[T](function: Callable[..., T], maxsize: int) -> Callable[..., T]:
+def _cached(function: Callable[..., T], maxsize: int) -> Callable[..., T]:
     """Returns a function that keeps its results. With an argument that cannot be hashed it is `function` itself, which
     names that argument."""
     kept = lru_cache(maxsize, typed=True)(function)

@@ -22,7 +22,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
 from linear_ce.spec import check_memory_budget
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Gather = Literal["tokens", "head"]
 
 OF_HEAD = ("linear_weight", "linear_bias")
@@ -44,7 +45,7 @@ def is_dtensor(value: Any) -> bool:
     return type(value).__name__ == "DTensor" and type(value).__module__.startswith("torch.distributed")
 
 
-def takes_dtensors[Function: Callable[..., Any]](function: Function) -> Function:
+def takes_dtensors(function: Function) -> Function:
     """Makes a public function take DTensors, gather="head" and sequence_parallel=True."""
 
     @wraps(function)

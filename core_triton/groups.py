@@ -62,7 +62,8 @@ class Options(NamedTuple):
     reduce_dtype: str = "float32"  # of the sum of d_input over the ranks
     rank_tokens: int = 0  # of each rank of vocab_group, where input has this rank's and target those of all; else 0
 
-    @property
+    # Methods, because torch.compile of PyTorch 2.10 does not evaluate properties of NamedTuples.
+
     def shard(self) -> VocabShard | None:
         if not self.vocab_group:
             return None
@@ -72,16 +73,15 @@ class Options(NamedTuple):
     def of_problem(self) -> dict[str, Any]:
         """Returns the options by the names that `Problem` has for them."""
         named = {"spec": self.spec(), "classes": self.vocab_size, "vocab_offset": self.vocab_offset}
-        return named | {"shard": self.shard}
+        return named | {"shard": self.shard()}
 
-    @property
     def most_classes(self) -> int:
         """`Problem.most_classes`."""
         return self.shard_rows if self.vocab_group else self.vocab_size
 
     def own_tokens(self, rows: int) -> slice:
         """Returns which tokens of the call the `rows` rows of this rank's input are."""
-        return own_tokens(self.shard, rows)
+        return own_tokens(self.shard(), rows)
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"

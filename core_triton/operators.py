@@ -6,6 +6,7 @@ aliasing, which takes 0.85 ms of host time for each call.
 """
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from inspect import Parameter, Signature
 from itertools import islice
 from typing import Any, get_type_hints
@@ -291,19 +292,19 @@ def _token_loss_autograd(
 
 
 def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function in the form of an operator. The schema of an operator supports neither NamedTuples nor
-    optional results, so the operator takes the fields of each group as separate arguments and returns a list of
-    tensors."""
+    """Returns a function in the form of an operator. The schema of an operator supports neither NamedTuples and
+    dataclasses nor optional results, so the operator takes the fields of each group as separate arguments and returns a
+    list of tensors."""
     kinds = get_type_hints(function)
     del kinds["return"]
     fields: dict[str, Any] = {}
     for name, kind in kinds.items():
         fields |= get_type_hints(kind) if _is_group(kind) else {name: kind}
-    groups = [(kind._make, len(kind._fields)) if _is_group(kind) else (next, 0) for kind in kinds.values()]
+    groups = [(kind, len(get_type_hints(kind))) if _is_group(kind) else (next, 0) for kind in kinds.values()]
 
     def operator(*arguments: Any) -> list[Tensor]:
         flat = iter(arguments)
-        return _tensors(function(*[make(islice(flat, size) if size else flat) for make, size in groups]))
+        return _tensors(function(*[make(*islice(flat, size)) if size else make(flat) for make, size in groups]))
 
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in fields.items()]
     operator.__signature__ = Signature(parameters, return_annotation=list[Tensor])  # pyright: ignore[reportFunctionMemberAccess]
@@ -311,7 +312,7 @@ def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_group(kind: Any) -> bool:
-    return hasattr(kind, "_fields")
+    return hasattr(kind, "_fields") or is_dataclass(kind)
 
 
 def _tensors(results: Any) -> list[Tensor]:

@@ -20,7 +20,7 @@ nothing.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from core_triton.problem import (
 from core_triton.row_math import RowStatistics
 from linear_ce.chunking import SavedRowCount, choose_saved_rows, plan_passes
 from linear_ce.statistics import BY_ROW, ENTROPY
+
+T = TypeVar("T")
 
 
 class SavedCall(NamedTuple):
@@ -87,7 +89,7 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
 
 def saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRowCount:
     """Returns which rows of a call are saved: the first ones."""
-    return _count(arrays.input, options.most_classes, needs_grad, options.saved_budget)
+    return _count(arrays.input, options.most_classes(), needs_grad, options.saved_budget)
 
 
 def _count(x: Tensor, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
@@ -140,7 +142,7 @@ def explained_plan(
     return replace(plan, saved=saved, others=others)
 
 
-def _plan_passes[T](
+def _plan_passes(
     plan_rows: Callable[..., T], saved: SavedRowCount, needs_grad: NeedsGrad, *, statistics: int, packed: bool
 ) -> T:
     """Plans all passes of a call: `chunking.plan_passes`. Returns what plans the rows that are saved.
@@ -372,7 +374,7 @@ def _saved_there(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> lis
 
 def fake_saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRows:
     """Returns tensors like those of `SavedRows`."""
-    x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.most_classes
+    x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.most_classes()
     there = _saved_there(arrays, options, needs_grad)
     packed, vector = there[3], x.new_empty(rows, dtype=torch.float32)
     made = (

@@ -11,7 +11,7 @@ for a high entropy.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from linear_ce.spec import check_choice, check_not_negative, check_number
 from linear_ce.token_losses import KLS, PER_TOKEN, check_epsilons
 
 
-class Named(NamedTuple):
+@dataclass(frozen=True)
+class Named:
     """A token loss of this module. Call it as `loss(log_prob, *per_token)`, all (n,) float32, or as
     `loss(log_prob, entropy, *per_token)` if `entropy_weight` is not 0.
 

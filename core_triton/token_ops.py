@@ -190,8 +190,9 @@ def dispatch(call: TokenCall) -> list[Tensor]:
     """Calls the operator. It returns the results that are not None, or above autograd the loss and the statistics."""
     arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, *_ = call
     assert isinstance(function, Named), "an operator takes named losses only"
+    named = function.name, function.parameters, function.kl, function.entropy_weight
     return torch.ops.linear_ce.token_loss(
-        *arrays, *weights, *options, *function, per_token, *needs_grad, d_per_token, stats
+        *arrays, *weights, *options, *named, per_token, *needs_grad, d_per_token, stats
     )
 
 

@@ -20,7 +20,7 @@ A matmul takes at least as long as its bytes take to move. The coefficients are 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from linear_ce.chunking import MIN_ROWS
 from linear_ce.cost_coefficients import CostCoefficients
@@ -242,7 +242,10 @@ class Config(Protocol):
     def bytes(self) -> int: ...
 
 
-def choose_rows[Found: Config](
+Found = TypeVar("Found", bound=Config)
+
+
+def choose_rows(
     configs: Callable[[int], Iterable[Found]],
     *,
     tokens: int,

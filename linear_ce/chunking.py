@@ -9,7 +9,10 @@ classes. `choose_chunks` returns the largest chunk that fits the budget.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 MIN_ROWS = 16  # matmuls of fewer rows waste the matrix units; a budget that cannot hold 16 rows raises an error
 
@@ -47,7 +50,7 @@ class BudgetTooSmallError(ValueError):
         self.least = least
 
 
-def plan_passes[T](plan: Callable[[], T], *others: Callable[[], object]) -> T:
+def plan_passes(plan: Callable[[], T], *others: Callable[[], object]) -> T:
     """Plans all passes of a call, and returns the result of the first function.
 
     Args:
@@ -60,7 +63,7 @@ def plan_passes[T](plan: Callable[[], T], *others: Callable[[], object]) -> T:
     """
     refusals = list[BudgetTooSmallError]()
 
-    def collected[R](function: Callable[[], R]) -> R | None:
+    def collected(function: Callable[[], R]) -> R | None:
         try:
             return function()
         except BudgetTooSmallError as refusal:

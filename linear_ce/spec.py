@@ -10,7 +10,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -294,8 +294,11 @@ def check_batch_invariant(
     return batch_invariant
 
 
-def check_choice[T: str](name: str, value: object, choices: Sequence[T]) -> T:
+Choice = TypeVar("Choice", bound=str)
+
+
+def check_choice(name: str, value: object, choices: Sequence[Choice]) -> Choice:
     """Returns `value` if it is one of `choices`; raises ValueError naming the argument, the choices and the value."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return cast(T, value)
+    return cast(Choice, value)

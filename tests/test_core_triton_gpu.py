@@ -6,7 +6,6 @@ Run with `pytest -m gpu`.
 import math
 import shutil
 from collections.abc import Iterator
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,8 @@ def kinds(case: Case) -> tuple[Any, ...]:
 
 def every_case(backend: str) -> dict[str, Command]:
     """Returns the program that runs each case on a backend."""
-    return commands(backend, batched(sorted(cases(), key=kinds), math.ceil(len(cases()) / SHARES)))
+    ordered, share = sorted(cases(), key=kinds), math.ceil(len(cases()) / SHARES)
+    return commands(backend, (ordered[start : start + share] for start in range(0, len(ordered), share)))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""The files that GitHub reads, as far as they repeat what other files say."""
+"""The files that GitHub and pip read, as far as they repeat what other files say."""
 
 import re
 import tomllib
 from pathlib import Path
 
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -36,3 +37,14 @@ def test_the_citation_has_the_version_and_the_license_of_the_package() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["title"].split(":")[0], citation["version"]) == (project["name"], project["version"])
     assert citation["license"] == project["license"]
+
+
+def test_the_oldest_versions_that_are_tested_are_the_oldest_that_are_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for requirement in map(Requirement, (*project["dependencies"], *project["optional-dependencies"]["torch"])):
+        oldest = str(requirement.specifier).removeprefix(">=")
+        assert f"{tested[requirement.name]}.".startswith(f"{oldest}."), requirement
+    makefile = (ROOT / "Makefile").read_text()
+    assert project["requires-python"].removeprefix(">=") in re.findall(r"find_python,(\S+)\)\)", makefile)

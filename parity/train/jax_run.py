@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from parity.train.problem import IGNORED, Problem, Setup, is_decayed, parameter_shapes
 from parity.train.run import KERNELS, Run
 
-type Array = Any  # jax.Array; JAX is imported only inside functions
+Array: TypeAlias = Any  # jax.Array; JAX is imported only inside functions
 
 
 def train(problem: Problem, *, fused: bool) -> Run:

@@ -6,12 +6,12 @@ Nothing here is shared with flax_models: attention is written out, and the rotat
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from parity.train.problem import IGNORED, Problem, Setup, is_decayed, learning_rate
 from parity.train.run import KERNELS, Run
 
-type Tensor = Any  # torch.Tensor; torch is imported only inside functions
+Tensor: TypeAlias = Any  # torch.Tensor; torch is imported only inside functions
 
 
 def train(problem: Problem, *, fused: bool) -> Run:
