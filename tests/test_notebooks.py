@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 
 
-def code_cells(name: str) -> list[dict[str, object]]:
+def code_cells(name: str) -> list[dict[str, Any]]:
     cells = json.loads((EXAMPLES / name).read_text())["cells"]
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
