@@ -590,12 +590,6 @@ SCALE = (
     Mutation("core_triton/shard_rows.py", "factor = tl.exp2(shift)", "factor = tl.exp2(0 * shift)", RANKS_BY_KERNELS),
     Mutation("core_triton/smoothing.py", "if problem.shard is not None:", "if False:", RANKS_BY_KERNELS),
     Mutation(
-        "core_triton/scaled_exp.py",
-        '"target_logit": numbers.target_logit',
-        '"target_logit": At(rows.target_logit, start)',
-        RANKS_BY_KERNELS,
-    ),
-    Mutation(
         "core_triton/shard_rows.py", "planes_of(of_own.statistics) * n", "planes_of(statistics) * n", RANKS_BY_KERNELS
     ),
     Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
