@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.methods import UnavailableError, describe, load, out_of_memory
-from benchmarks.timing import Sensor, host_blocks
+from benchmarks.timing import BATCHES, WARM_UP, Sensor, host_blocks
 
-WARM_UP = 3  # steps before a measurement
-BATCHES = 4  # different ones, taken in turn
 # Relative to the library, which rounds logits to bfloat16
 MOST_ERRORS = 1e-2, 3e-2  # of the loss, and of the gradient of the head
 

@@ -25,6 +25,8 @@ import numpy as np
 
 MIN_PAIRS, MAX_PAIRS = 20, 200
 MIN_BLOCKS, MAX_BLOCKS = 3, 9
+WARM_UP = 3  # training steps before a measurement; adapters need two until all that trains has a gradient
+BATCHES = 4  # different ones of a training run, taken in turn
 LEAST_ENERGY_SECONDS = 0.2  # NVML's counter changes every 20 to 100 ms: a shorter block holds too few changes
 
 

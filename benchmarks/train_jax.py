@@ -22,9 +22,9 @@ import optax
 from flax import nnx
 
 from benchmarks.methods import check_errors, describe, installed, load
-from benchmarks.timing import Sensor, host_blocks
+from benchmarks.timing import WARM_UP, Sensor, host_blocks
 from benchmarks.train_process import Request
-from benchmarks.train_rows import LORA_RANK, WARM_UP, Row, draw, speed_figures
+from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
 from flax_models.data.batches import IGNORED, Batch, BatchSampler
 from flax_models.data.corpus import load_corpus
 from flax_models.hub import weights

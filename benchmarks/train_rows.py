@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from benchmarks.timing import BATCHES
 from flax_models.data.batches import IGNORED, Batch
 from flax_models.data.packing import best_fit, room_for
 from flax_models.model.config import Dtype, ModelConfig, Remat
@@ -24,8 +25,6 @@ MODELS = ("llama3.2-1b", "qwen2.5-0.5b")
 LONG, SHORT, MOST = (4096, 8), (512, 16), (4096, None)
 CHECKED = (512, 2)
 LORA_RANK = 32
-WARM_UP = 3  # steps before a measurement; adapters need two until all that trains has a gradient
-BATCHES = 4  # different ones, taken in turn
 POOL = 1024  # examples that are packed together, for a batch to draw rows from
 SPREAD = 0.8  # of the logarithms of their lengths
 SEEDS, REPEATS = 4, 2  # runs on text of each loss

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.methods import UnavailableError, describe, installed, load, out_of_memory
-from benchmarks.timing import Sensor, host_blocks
+from benchmarks.timing import WARM_UP, Sensor, host_blocks
 from benchmarks.train_process import Request
-from benchmarks.train_rows import LORA_RANK, WARM_UP, Row, draw, speed_figures
+from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
 from flax_models.data.batches import Batch
 from flax_models.hub.config import values_of
 from flax_models.model.config import ModelConfig
