@@ -64,7 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for config in options.configs:
         for seq in options.seq:
             for variant in options.variants:
-                row = Row("transformers", config, variant, seq, options.batch or SIZES[seq], options.seconds)
+                row = Row(
+                    host="transformers",
+                    config=config,
+                    variant=variant,
+                    seq=seq,
+                    batch=options.batch or SIZES[seq],
+                    seconds=options.seconds,
+                )
                 if options.until is not None and time.monotonic() - began > options.until:
                     print(f"{config}, {variant}, {seq}: not begun after {options.until:g} s", flush=True)
                     continue

@@ -16,7 +16,7 @@ transformers = import_transformers()
 
 @pytest.mark.parametrize("variant", ["plain", "ours"])
 def test_a_row(variant: str) -> None:
-    found = answer(Row("transformers", "smoke", variant, 16, 2, 0.0))
+    found = answer(Row(host="transformers", config="smoke", variant=variant, seq=16, batch=2, seconds=0.0))
     assert found["status"] == "ok", found["note"]
     assert found["tokens_per_s"] == pytest.approx(32000 / found["step_ms"])
     assert found["loss_error"] <= 1e-3

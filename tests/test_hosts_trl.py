@@ -238,7 +238,16 @@ def test_named_losses_are_those_of_policy_loss(adapter: Any) -> None:
     for loss_type in ("dapo", "sapo", "cispo"):
         for given in ((True, True), (True, False), (False, True), (False, False)):
             beta, weighted_kl = 0.3 * given[1], not given[1]
-            loss = adapter.PolicyLoss(loss_type, 0.1, 1.1, beta, None, (1.0, 1.5), weighted_kl, (*given, False))
+            loss = adapter.PolicyLoss(
+                loss_type=loss_type,
+                epsilon_low=0.1,
+                epsilon_high=1.1,
+                beta=beta,
+                delta=None,
+                temperatures=(1.0, 1.5),
+                weighted_kl=weighted_kl,
+                given=(*given, False),
+            )
             per_token = [advantage - 0.5, *(one for one, there in zip((old, ref), given, strict=True) if there)]
             check_token_loss(loss, *per_token)
             name = loss.named()

@@ -469,14 +469,14 @@ def _grpo_objective(trainer: Any, inputs: dict[str, Any]) -> Objective | None:
         weight, rounding = rows(of_sequences), rounding * of_sequences.amax()
     tokens_mask = rows(mask) if "tool_mask" in inputs else None
     loss = PolicyLoss(
-        loss_type,
-        trainer.epsilon_low,
-        trainer.epsilon_high,
-        trainer.beta,
-        args.delta,
-        (args.sapo_temperature_pos, args.sapo_temperature_neg),
-        args.use_bias_correction_kl,
-        (old is not None, ref is not None, tokens_mask is not None),
+        loss_type=loss_type,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        beta=trainer.beta,
+        delta=args.delta,
+        temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),
+        weighted_kl=args.use_bias_correction_kl,
+        given=(old is not None, ref is not None, tokens_mask is not None),
     )
     given = [rows(advantages), *(rows(one) for one in (old, ref) if one is not None)]
     per_token = *given, *([] if tokens_mask is None else [tokens_mask])
