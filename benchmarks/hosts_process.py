@@ -2,8 +2,8 @@
 
     python -m benchmarks.hosts_process REQUEST ANSWER
 
-REQUEST is the JSON of a `Request`, ANSWER the file that gets what was measured of its rows, in order. It is written
-after each row.
+REQUEST is the JSON of a `Request`, whose file gets a line of JSON after each row. ANSWER is the file that says at the
+end that all rows were taken.
 """
 
 import importlib
@@ -53,18 +53,12 @@ def answer(row: Row, request: Request) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     text, path = sys.argv[1:] if arguments is None else arguments
     request, began = Request(**json.loads(text)), time.monotonic()
-    answers: list[dict[str, Any]] = []
-
-    def write(status: str, note: str | None) -> None:
-        Path(path).write_text(json.dumps({"status": status, "note": note, "rows": answers}, default=float))
-
-    for row in request.rows:
-        if request.until is not None and time.monotonic() - began > request.until:
-            break
-        # What stays if the process ends in this row
-        write("failed", "its process ended without an answer")
-        answers.append(answer(Row(**row), request))
-    write("ok", None)
+    with Path(request.file).open("w") as file:
+        for row in request.rows:
+            if request.until is not None and time.monotonic() - began > request.until:
+                break
+            print(json.dumps(answer(Row(**row), request), default=float), file=file, flush=True)
+    Path(path).write_text(json.dumps({"status": "ok", "note": None}))
 
 
 if __name__ == "__main__":

@@ -64,9 +64,7 @@ HOSTS = {
         parts=(("GRPO", "loss"), ("GRPO", "step"), ("SFT", "step"), ("DPO", "step")),
         sizes=tuple(SIZES),
     ),
-    "tunix": Host(
-        module="benchmarks.hosts_jax", variants=("plain", "ours"), parts=(("SFT", "loss"),), sizes=(512,)
-    ),
+    "tunix": Host(module="benchmarks.hosts_jax", variants=("plain", "ours"), parts=(("SFT", "loss"),), sizes=(512,)),
     "maxtext": Host(module="benchmarks.hosts_jax", variants=("plain", "ours"), parts=((None, "loss"),), sizes=(512,)),
 }
 
@@ -108,12 +106,14 @@ class Request:
 
     Args:
         rows: the fields of `Row`s of one host and one config.
+        file: gets a line of JSON for each row that was taken, in order.
         seconds: of the timed steps of a row.
         until: no row begins later than so many seconds after the process began; None: all begin.
         ahead: compile what a row compiles, for the caches of the other processes, and measure nothing.
     """
 
     rows: Sequence[dict[str, Any]]
+    file: str
     seconds: float
     until: float | None = None
     ahead: bool = False

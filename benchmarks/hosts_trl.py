@@ -1,8 +1,8 @@
 """Rows of trl in `benchmarks.hosts`: `compute_loss` of its trainers on prepared batches, without generation.
 
 The part "step" is `compute_loss`, the backward pass and the optimizer. The part "loss" is `_compute_loss` of
-`GRPOTrainer` and the backward pass with a model whose layers are replaced by fixed hidden states: the head and the loss,
-with the gradients of hidden states and head. trl 1.16 refuses Liger's loss in these trainers, so no row has it.
+`GRPOTrainer` and the backward pass with a model whose layers are replaced by fixed hidden states: the head and the
+loss, with the gradients of hidden states and head. trl 1.16 refuses Liger's loss in these trainers, so no row has it.
 """
 
 import tempfile
