@@ -1,89 +1,146 @@
-"""Measures training steps of host libraries with and without the fused loss: `python -m benchmarks.hosts --json FILE`.
+"""Measures host libraries with and without the fused loss: `python -m benchmarks.hosts --json FILE`.
 
-Each row runs in its own process (`benchmarks.hosts_process`), because a patch or a compiler may change a library for
-good. Within it, the loss of the variant is compared with the library's own before it is timed. how-to-measure.md has
-the definitions.
+The rows of a library and a config share a process (`benchmarks.hosts_process`), each with a model built anew. What
+cannot be undone comes last. If a process ends in a row, another one takes the rows after it. Before a row is timed, its
+loss and gradient are compared with the library's own. how-to-measure.md has the definitions.
 """
 
 import argparse
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmarks import results
-from benchmarks.hosts_process import CONFIGS, VARIANTS, Row, device_name
+from benchmarks.hosts_rows import CONFIGS, HOSTS, KEY, SIZES, VARIANTS, Request, Row, plan
 from benchmarks.methods import installed
 from benchmarks.train_process import answer_of
 
-KEY = ("host", "config", "variant", "seq", "batch")
-# Tokens of a sequence, and sequences of a step that fit with the library's own loss.
-SIZES = {512: 16, 4096: 4}
-VERSIONS = ("torch", "triton", "transformers", "liger-kernel")
+VERSIONS = (
+    *("torch", "triton", "transformers", "liger-kernel", "trl"),
+    *("jax", "flax", "google-tunix", "maxtext"),
+)
+POLL = 0.2  # seconds between two looks at what a process has measured
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__)
     published = [name for name in CONFIGS if name != "smoke"]
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS), metavar="NAME")
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=published, metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--parts", nargs="+", choices=("step", "loss"), default=["step", "loss"], metavar="NAME")
     parser.add_argument("--seq", nargs="+", type=int, choices=SIZES, default=list(SIZES), help="tokens of a sequence")
     parser.add_argument("--batch", type=int, help=f"sequences of a step; default: by --seq, {SIZES}")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for the timed steps of a row (default %(default)s)")
-    parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a process (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for the timed steps of a row (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=400.0, help="most seconds of a process (default %(default)s)")
     parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no row later than this")
+    parser.add_argument(
+        "--compile-jobs", type=int, default=0, metavar="N", help="first compile the compiled rows in N processes"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     return parser.parse_args(arguments)
 
 
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU (times are no results)"
+
+
 def line(row: dict[str, object]) -> str:
     """Returns what is printed of a row."""
-    name = f"{row['config']}, {row['variant']}, {row['batch']} x {row['seq']}"
+    name = Row(**{key: row[key] for key in KEY}).name  # pyright: ignore[reportArgumentType]
     if row["status"] != "ok":
-        return f"{name:44} {row['status']}: {row['note']}"
+        return f"{name:52} {row['status']}: {row['note']}"
     tokens, peak = row["tokens_per_s"], row["peak_bytes"]
     assert isinstance(tokens, float)
-    memory = "" if peak is None else f", {peak / 2**30:.1f} GiB"  # pyright: ignore[reportOperatorIssue]
-    return f"{name:44} {tokens:,.0f} tokens/s{memory}, the loss differs by {row['loss_error']:.1e}"
+    memory = "" if peak is None else f", {peak / 2**30:.2f} GiB"  # pyright: ignore[reportOperatorIssue]
+    return f"{name:52} {tokens:,.0f} tokens/s{memory}, the loss differs by {row['loss_error']:.1e}"
+
+
+class Run:
+    """A run of the command: its options, and when it began."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.began = options, time.monotonic()
+
+    def left(self) -> float | None:
+        """Returns the seconds in which rows may begin, None if there is no limit."""
+        until = self.options.until
+        return None if until is None else until - (time.monotonic() - self.began)
+
+    def ask(self, rows: Sequence[Row], ahead: bool = False) -> Iterator[dict[str, Any]]:
+        """Yields what a process measures of rows, each when it is there. They are fewer if no more may begin."""
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+            path, taken = Path(folder) / "rows", 0
+            path.touch()
+            asked = [asdict(row) for row in rows]
+            request = Request(asked, str(path), self.options.seconds, self.left(), ahead)
+            arguments = json.dumps(asdict(request)), self.options.limit, {**os.environ, **ENVIRONMENT}
+            process = pool.submit(answer_of, "benchmarks.hosts_process", *arguments)
+            while True:
+                ended = bool(wait([process], timeout=POLL).done)
+                answers = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+                yield from answers[taken:]
+                taken = len(answers)
+                if ended:
+                    break
+            if process.result()["status"] == "failed":  # in the row after the last answer
+                yield {"status": "failed", "note": process.result()["note"]}
+
+    def measure(self, process: Sequence[Row], file: results.ResultFile) -> bool:
+        """Measures rows and adds them to a file; returns whether one with our loss failed."""
+        waiting, failed = list(process), False
+        while waiting and ((left := self.left()) is None or left > 0):
+            asked = len(waiting)
+            for answer in self.ask([*waiting]):
+                row = waiting.pop(0)
+                found = {**asdict(row), "tokens_per_s": None, "peak_bytes": None, **answer}
+                file.add(found)
+                print(line(found), flush=True)
+                failed |= found["status"] == "failed" and row.variant.startswith("ours")
+            if len(waiting) == asked:
+                break
+        for row in waiting:
+            print(f"{row.name}: not begun after {self.options.until:g} s", flush=True)
+        return failed
+
+    def compile_ahead(self, processes: Sequence[Sequence[Row]]) -> None:
+        """Compiles rows for PyTorch's cache on the disk, in a process each."""
+        rows = [row for process in processes for row in process if row.variant.endswith("compiled")]
+        with ThreadPoolExecutor(self.options.compile_jobs) as pool:
+            for row, answers in zip(rows, pool.map(lambda row: [*self.ask([row], ahead=True)], rows), strict=True):
+                notes = [answer["note"] or answer["status"] for answer in answers]
+                print(f"{row.name}: compiled ahead, {', '.join(notes) or 'not begun'}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a row with our loss failed."""
-    options, began = parse(arguments), time.monotonic()
-    commit = options.commit or results.commit()
+    options = parse(arguments)
+    run, commit = Run(options), options.commit or results.commit()
+    versions = {name: found for name, found in installed(*VERSIONS).items() if found != "none"}  # hosts need not agree
     try:
-        file = results.ResultFile(options.json, device_name(), installed(*VERSIONS), commit, key=KEY)
+        file = results.ResultFile(options.json, device_name(), versions, commit, key=KEY)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     print(f"{file.head['device']}, {file.head['versions']}, commit {commit}", flush=True)
-    failed = False
-    for config in options.configs:
-        for seq in options.seq:
-            for variant in options.variants:
-                row = Row(
-                    host="transformers",
-                    config=config,
-                    variant=variant,
-                    seq=seq,
-                    batch=options.batch or SIZES[seq],
-                    seconds=options.seconds,
-                )
-                if options.until is not None and time.monotonic() - began > options.until:
-                    print(f"{config}, {variant}, {seq}: not begun after {options.until:g} s", flush=True)
-                    continue
-                request = json.dumps(asdict(row))
-                environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-                measured = answer_of("benchmarks.hosts_process", request, options.limit, environment)
-                fields = {key: value for key, value in asdict(row).items() if key != "seconds"}
-                found = {**fields, "tokens_per_s": None, "peak_bytes": None, **measured}
-                file.add(found)
-                print(line(found), flush=True)
-                failed |= found["status"] == "failed" and variant.startswith("ours")
-    return int(failed)
+    processes = []
+    for host in options.hosts:
+        for process in plan(host, options.configs, options.variants, options.seq, options.batch):
+            processes.append([row for row in process if row.part in options.parts])
+    if options.compile_jobs:
+        run.compile_ahead(processes)
+    failed = [run.measure(process, file) for process in processes]
+    return int(any(failed))
 
 
 if __name__ == "__main__":

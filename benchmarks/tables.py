@@ -1,6 +1,7 @@
 """Prints recorded results as Markdown tables: `python -m benchmarks.tables [--json FILE ...] [--modes NAME ...]`.
 
-With `--grid` it prints the grid of published heads instead, a line for each head.
+With `--grid` it prints the grid of published heads instead, a line for each head. With `--hosts` it prints rows of
+`benchmarks.hosts`; without `--json` these are all in results/, and it also writes them into docs/hosts.md.
 
 Every ratio has its milliseconds. The time of the floor depends on what runs between its calls, so ratios to two
 floors cannot be compared without them.
@@ -14,6 +15,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import hosts_table
 from benchmarks.methods import out_of_memory
 from benchmarks.results import MIB, RECORDED, shown
 from benchmarks.shapes import GRID_MODES, GRID_N, HEADS, SMALL_N, SWEEP_N, Head
@@ -197,7 +199,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--grid", action="store_true", help="a line for each head of the grid")
+    parser.add_argument("--hosts", action="store_true", help="rows of benchmarks.hosts")
     options = parser.parse_args(arguments)
+    if options.hosts:
+        files = options.json or sorted(RECORDED.parent.glob("*/hosts.json"))
+        lines = hosts_table.hosts_tables([json.loads(file.read_text()) for file in files])
+        print("\n".join(lines))
+        if not options.json:
+            hosts_table.write(hosts_table.PAGE, lines)
+        return
     recorded = [RECORDED / f"{framework}{'-grid' * options.grid}.json" for framework in ("torch", "jax")]
     for path in options.json or recorded:
         content = json.loads(path.read_text())

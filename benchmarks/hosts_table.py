@@ -1,0 +1,172 @@
+"""The tables of `benchmarks.hosts` in docs/hosts.md, and the bars that its rows are compared with."""
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.hosts_rows import HOSTS, VARIANTS
+from benchmarks.results import ROOT
+
+PAGE = ROOT / "docs" / "hosts.md"
+BEGIN, END = "<!-- table: hosts -->", "<!-- end of the table -->"
+WIDTH = 120  # of the lines of a page
+NOT_YET = "Not measured yet."
+NAMES = {
+    "plain": "as it is",
+    "compiled": "torch.compile",
+    "liger": "Liger",
+    "ours": "ours",
+    "ours+liger": "ours, Liger's other kernels",
+    "ours+compiled": "ours, torch.compile",
+}
+GIB = 2**30
+
+Rows = Mapping[tuple[Any, ...], Mapping[str, Any]]  # by `_key` and variant
+
+
+class Bar(NamedTuple):
+    """What rows of ours must reach.
+
+    Args:
+        text: says it.
+        hosts: whose rows count.
+        trainer: whose rows count; None: those of all.
+        part: of the rows.
+        ours: the variant.
+        other: the variant that it is compared with.
+        speed: least tokens per second, relative to the other.
+        memory: most memory, relative to the other; None: any.
+        less: whether the memory must be below that, and not the same.
+    """
+
+    text: str
+    hosts: tuple[str, ...]
+    trainer: str | None
+    part: str
+    ours: str
+    other: str
+    speed: float
+    memory: float | None
+    less: bool = False
+
+
+BARS = (
+    Bar(
+        text="ours with torch.compile is faster than Liger, at no more memory",
+        hosts=("transformers",), trainer=None, part="step", ours="ours+compiled", other="liger", speed=1, memory=1,
+    ),
+    Bar(
+        text="the loss of GRPO is at least 1.4 times as fast, and its peak memory is lower",
+        hosts=("trl",), trainer="GRPO", part="loss", ours="ours", other="plain", speed=1.4, memory=1, less=True,
+    ),
+    Bar(
+        text="the loss of JAX hosts is at least twice as fast",
+        hosts=("tunix", "maxtext"), trainer=None, part="loss", ours="ours", other="plain", speed=2, memory=None,
+    ),
+)  # fmt: skip
+
+
+def hosts_tables(contents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines of the tables.
+
+    Args:
+        contents: of files of `benchmarks.hosts`.
+    """
+    lines: list[str] = []
+    for content in contents:
+        rows = {(*_key(row), row["variant"]): row for row in content["rows"] if row["config"] != "smoke"}
+        if not rows:
+            continue
+        versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+        commits = ", ".join(sorted({row["commit"][:7] for row in rows.values()}))
+        lines += [*_wrapped(f"{content['device']}, {versions}, at {commits}:"), ""]
+        for host, of in HOSTS.items():
+            variants = [name for name in VARIANTS if name in of.variants]
+            lines += _table(host, variants, rows)
+        for bar in BARS:
+            lines += _wrapped(f"- {bar.text}: {_verdict(bar, rows)}.", "  ")
+        lines.append("")
+    return lines[:-1] or [NOT_YET]
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["host"], row["trainer"], row["part"], row["config"], row["seq"], row["batch"]
+
+
+def _table(host: str, variants: Sequence[str], rows: Rows) -> list[str]:
+    """Returns the lines of a host's table, none if it has no rows."""
+    keys = dict.fromkeys(key[:-1] for key in rows if key[0] == host)
+    if not keys:
+        return []
+    in_order = sorted(keys, key=lambda key: (HOSTS[host].parts.index((key[1], key[2])), key[3], key[4]))
+    lines = [
+        f"| {host}, sequences x tokens | {' | '.join(NAMES[name] for name in variants)} |",
+        "|---" * (len(variants) + 1) + "|",
+    ]
+    for key in in_order:
+        cells = [_cell(rows.get((*key, name)), rows.get((*key, "plain"))) for name in variants]
+        lines.append(f"| {_name(key)} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _name(key: tuple[Any, ...]) -> str:
+    _, trainer, part, config, seq, batch = key
+    what = [trainer] if trainer else []
+    return ", ".join([*what, *([part] if part == "loss" else []), config, f"{batch} x {seq:,}"])
+
+
+def _cell(row: Mapping[str, Any] | None, plain: Mapping[str, Any] | None) -> str:
+    """Returns tokens per second, their ratio to those of the library as it is, and the peak of memory."""
+    if row is None or row["status"] == "skipped":
+        return "-"
+    if row["status"] != "ok":
+        return "out of memory" if row["status"] == "oom" else row["status"]
+    ratio = f" ({row['tokens_per_s'] / plain['tokens_per_s']:.2f} x)" if plain and plain["status"] == "ok" else ""
+    memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.2f} GiB"
+    return f"{row['tokens_per_s']:,.0f}/s{ratio if row is not plain else ''}{memory}"
+
+
+def _verdict(bar: Bar, rows: Rows) -> str:
+    """Returns whether a bar is met, and where it is not."""
+    missed, measured = [], 0
+    for *key, variant in rows:
+        host, trainer, part = key[:3]
+        if variant != bar.ours or host not in bar.hosts or part != bar.part or bar.trainer not in (None, trainer):
+            continue
+        ours, other = rows[(*key, variant)], rows.get((*key, bar.other))
+        if other is None or other["status"] == "skipped" or ours["status"] == "skipped":
+            continue
+        measured += 1
+        if ours["status"] != "ok":
+            missed.append(f"{_name(tuple(key))} ({ours['status']})")
+        elif other["status"] == "ok":
+            missed += _failures(bar, tuple(key), ours, other)
+    if not measured:
+        return "not measured"
+    return f"missed at {'; '.join(missed)}" if missed else f"met at all {measured} shapes measured"
+
+
+def _failures(bar: Bar, key: tuple[Any, ...], ours: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
+    speed = ours["tokens_per_s"] / other["tokens_per_s"]
+    if speed < bar.speed or (bar.speed == 1 and speed == 1):
+        yield f"{_name(key)} ({speed:.2f} x as fast)"
+    if bar.memory is not None:
+        memory = ours["peak_bytes"] / other["peak_bytes"]
+        if memory > bar.memory or (bar.less and memory == bar.memory):
+            yield f"{_name(key)} ({memory:.2f} x the memory)"
+
+
+def with_tables(text: str, lines: Sequence[str]) -> str:
+    """Returns the text of a page with these lines between its marks."""
+    before, rest = text.split(BEGIN)
+    return "\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{rest.split(END)[1]}"])
+
+
+def write(path: Path, lines: Sequence[str]) -> None:
+    """Writes the tables into a page."""
+    path.write_text(with_tables(path.read_text(), lines))

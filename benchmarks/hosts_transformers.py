@@ -1,0 +1,101 @@
+"""Rows of transformers in `benchmarks.hosts`: training steps of its models."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.hosts_process import check_errors
+from benchmarks.hosts_rows import Row
+from benchmarks.hosts_torch import (
+    device_type,
+    differences,
+    from_nothing,
+    loss_and_gradient,
+    make_model,
+    make_optimizer,
+    time_steps,
+)
+from benchmarks.methods import load
+from benchmarks.timing import BATCHES
+
+CHECKED = 512  # tokens of the sequence on which a variant is compared
+
+
+def measure(row: Row, seconds: float | None) -> dict[str, Any]:
+    """Returns the figures of a row; without seconds, compiles the model of the row and returns none.
+
+    Raises:
+        UnavailableError: a library is not installed.
+        ValueError: as `changed`.
+    """
+    with from_nothing():
+        model = make_model(row.config)
+        tokens = torch.randint(model.config.vocab_size, (BATCHES, row.batch, row.seq), device=device_type())
+        errors = {} if seconds is None else changed(model, row)
+        if seconds is None:
+            install(model, row.variant)
+        run = torch.compile(model, dynamic=False) if row.variant.endswith("compiled") else model
+        if seconds is None:
+            loss_of(run, tokens[0]).backward()
+            return {}
+        optimizer, steps = make_optimizer(model), 0
+
+        def step() -> None:
+            nonlocal steps
+            loss_of(run, tokens[steps % BATCHES]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+
+        return time_steps(row, step, seconds) | errors
+
+
+def install(model: Any, variant: str) -> None:
+    """Patches a model for a variant."""
+    if variant == "liger":
+        patching = load("liger_kernel.transformers.monkey_patch")
+        patching.MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type](model=model)
+    elif variant.startswith("ours"):
+        if variant == "ours+liger":
+            load("liger_kernel.transformers")
+        load("core_triton.hosts.transformers").patch(model, liger=variant == "ours+liger")
+
+
+def changed(model: Any, row: Row) -> dict[str, float]:
+    """Patches a model for a row's variant and returns by how much its loss and the gradient of its head differ from
+    those of the library as it is.
+
+    Args:
+        model: of `make_model`, without a patch.
+        row: its config and variant.
+
+    Raises:
+        ValueError: they differ by more than rounding.
+    """
+    expected = own(row.config)
+    install(model, row.variant)
+    found = loss_and_gradient(model, lambda: loss_of(model, tokens_of(model)))
+    return check_errors(row.variant, differences(found, expected))
+
+
+@cache
+def own(config: str) -> tuple[Tensor, Tensor]:
+    """Returns the loss of a model without a patch and the gradient of its head, on the CPU.
+
+    The first row of a process calls it. Later, kernels of Liger may be in functions that all models of a type call.
+    """
+    model = make_model(config)
+    loss, gradient = loss_and_gradient(model, lambda: loss_of(model, tokens_of(model)))
+    return loss.cpu(), gradient.cpu()
+
+
+def tokens_of(model: Any) -> Tensor:
+    """Returns the tokens (1, CHECKED) on which models are compared."""
+    return torch.arange(CHECKED, device=device_type())[None] * 7919 % model.config.vocab_size
+
+
+def loss_of(run: Any, tokens: Tensor) -> Tensor:
+    """Returns the loss of a model on tokens (batch, seq)."""
+    return run(input_ids=tokens, labels=tokens, use_cache=False).loss
