@@ -1,6 +1,6 @@
 """Rows of transformers in `benchmarks.hosts`: training steps of its models."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ def measure(row: Row, seconds: float | None) -> dict[str, Any]:
         if seconds is None:
             loss_of(run, tokens[0]).backward()
             return {}
+        if run is not model:
+            pairs = [loss_and_gradient(model, partial(loss_of, called, tokens[0])) for called in (run, model)]
+            check_errors(row.variant, differences(*pairs))
         optimizer, steps = make_optimizer(model), 0
 
         def step() -> None:
