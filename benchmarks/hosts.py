@@ -1,6 +1,6 @@
 """Measures host libraries with and without the fused loss: `python -m benchmarks.hosts --json FILE`.
 
-The rows of a library and a config share a process (`benchmarks.hosts_process`), each with a model built anew. What
+The rows of a library and a config share a process (`benchmarks.hosts_process`), each with a newly built model. What
 cannot be undone comes last. If a process ends in a row, another one takes the rows after it. Before a row is timed, its
 loss and gradient are compared with the library's own. how-to-measure.md has the definitions.
 """

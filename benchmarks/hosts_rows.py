@@ -1,7 +1,7 @@
 """What `benchmarks.hosts` measures: hosts, shapes of models, and rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 KEY = ("host", "config", "trainer", "part", "variant", "seq", "batch")  # which rows are the same measurement
@@ -31,6 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+PERMANENT = ("liger", "ours+liger")  # cannot be undone in a process, so they come last
 VARIANTS = ("plain", "compiled", "liger", "ours", "ours+liger", "ours+compiled")
 
 
@@ -39,7 +40,7 @@ class Host(NamedTuple):
 
     Args:
         module: measures its rows.
-        variants: in the order in which a process takes them.
+        variants: in the order in which a process takes them, except those in `PERMANENT`.
         parts: (trainer, part) of the rows.
         sizes: tokens of a sequence.
     """
@@ -51,7 +52,6 @@ class Host(NamedTuple):
 
 
 HOSTS = {
-    # Liger's kernels cannot be undone, so they come last.
     "transformers": Host(
         module="benchmarks.hosts_transformers",
         variants=("plain", "ours", "compiled", "ours+compiled", "liger", "ours+liger"),
@@ -134,10 +134,20 @@ def plan(
     of = HOSTS[host]
     processes = []
     for config in configs:
-        process = []
-        for variant in (name for name in of.variants if name in variants):
-            for seq in (seq for seq in of.sizes if seq in sizes):
-                row = Row(host=host, config=config, variant=variant, seq=seq, batch=batch or SIZES[seq])
-                process += [replace(row, trainer=trainer, part=part) for trainer, part in of.parts]
-        processes.append(process)
+        process = [
+            Row(
+                host=host,
+                config=config,
+                variant=variant,
+                seq=seq,
+                batch=batch or SIZES[seq],
+                trainer=trainer,
+                part=part,
+            )
+            for seq in of.sizes
+            for trainer, part in of.parts
+            for variant in of.variants
+            if seq in sizes and variant in variants
+        ]
+        processes.append(sorted(process, key=lambda row: row.variant in PERMANENT))
     return [process for process in processes if process]

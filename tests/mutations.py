@@ -1658,6 +1658,20 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
 
+OF_ROWS = tests("benchmarks_hosts", "not page")
+BENCHMARKS_HOSTS = (
+    Mutation("benchmarks/hosts_process.py", "if not error <= most:", "if error > most:", OF_ROWS),
+    Mutation("benchmarks/hosts_process.py", "if request.until is not None and", "if False and", OF_ROWS),
+    Mutation("benchmarks/hosts.py", "waiting, failed = list(process)", "waiting, failed = [*process][:1]", OF_ROWS),
+    Mutation("benchmarks/hosts.py", 'if process.result()["status"] == "failed":', "if False:", OF_ROWS),
+    Mutation("benchmarks/hosts_jax.py", 'ours=variant == "ours"', "ours=False", OF_ROWS),
+    Mutation("benchmarks/hosts_trl.py", '.patch(trainer)', ".patch", OF_ROWS),
+    Mutation("benchmarks/hosts_table.py", "memory > bar.memory or (bar.less and", "(bar.less and", OF_ROWS),
+    Mutation("benchmarks/hosts_table.py", "(bar.less and memory == bar.memory)", "False", OF_ROWS),
+    Mutation("benchmarks/hosts_table.py", 'if row["config"] != "smoke"', "", OF_ROWS),
+    Mutation("benchmarks/hosts_rows.py", "key=lambda row: row.variant in PERMANENT", "key=lambda row: 0", OF_ROWS),
+)  # fmt: skip
+
 OF_TRL, OF_VERL = tests("hosts_trl", "not twenty"), tests("hosts_verl", "not two_ranks")
 HOSTS_TRL = (
     Mutation("core_triton/hosts/interface.py", "if not any(parts[", "if False and any(parts[", OF_TRL),
@@ -1782,6 +1796,7 @@ MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
+    *BENCHMARKS_HOSTS,
     *HOSTS_TRANSFORMERS,
     *HOSTS_TRL,
     *HOSTS_JAX,

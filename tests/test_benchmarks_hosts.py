@@ -1,81 +1,272 @@
-"""benchmarks.hosts on a CPU: its rows, and the check before a row is timed."""
+"""benchmarks.hosts on a CPU: its rows, the check before a row is timed, its processes, and its tables."""
 
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
+import jax_host_stand_ins
 import pytest
 import torch
+import trl_stand_ins
+from flax import nnx
 from hub_models import import_transformers
 
-from benchmarks import hosts, hosts_process
-from benchmarks.hosts_process import CONFIGS, Row, answer, changed, make_model
+from benchmarks import hosts, hosts_jax, hosts_process, hosts_table, hosts_transformers, hosts_trl, tables
+from benchmarks.hosts_process import answer
+from benchmarks.hosts_rows import CONFIGS, HOSTS, Request, Row, plan
+from benchmarks.hosts_torch import make_model
+from benchmarks.results import RECORDED
 
 transformers = import_transformers()
+REQUEST = Request(rows=[], file="", seconds=0.0)
+
+
+def check_row(row: Row, most: float = 1e-3) -> dict[str, Any]:
+    """Measures a row, and checks what each has. Its loss may differ by `most` from the library's."""
+    found = answer(row, REQUEST)
+    assert found["status"] == "ok", found["note"]
+    assert found["tokens_per_s"] == pytest.approx(1000 * row.batch * row.seq / found["step_ms"])
+    assert found["loss_error"] <= most
+    assert found["peak_bytes"] is None
+    return found
 
 
 @pytest.mark.parametrize("variant", ["plain", "ours"])
-def test_a_row(variant: str) -> None:
-    found = answer(Row(host="transformers", config="smoke", variant=variant, seq=16, batch=2, seconds=0.0))
-    assert found["status"] == "ok", found["note"]
-    assert found["tokens_per_s"] == pytest.approx(32000 / found["step_ms"])
-    assert found["loss_error"] <= 1e-3
+def test_a_row_of_transformers(variant: str) -> None:
+    found = check_row(Row(host="transformers", config="smoke", variant=variant, seq=16, batch=2))
     assert (found["gradient_error"] == 0) == (variant == "plain")
 
 
+def test_a_library_that_is_not_installed_skips_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tunix", None)
+    found = answer(Row(host="tunix", config="smoke", variant="plain", seq=8, batch=2, part="loss"), REQUEST)
+    assert found["status"] == "skipped"
+    assert "tunix" in found["note"]
+
+
+class Model(trl_stand_ins.Model):
+    """With what the benchmark reads of a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config.vocab_size = trl_stand_ins.VOCABULARY
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+
+@pytest.mark.parametrize("variant", ["plain", "ours"])
+@pytest.mark.parametrize(("trainer", "part"), HOSTS["trl"].parts)
+def test_a_row_of_trl(monkeypatch: pytest.MonkeyPatch, trainer: str, part: str, variant: str) -> None:
+    def make(row: Row, folder: str) -> Any:
+        import trl  # pyright: ignore[reportMissingImports]
+
+        options = {"args": trl.GRPOConfig()} if row.trainer == "GRPO" else {}
+        return getattr(trl, f"{row.trainer}Trainer")(
+            Model(), ref_model=Model() if trainer == "DPO" else None, **options
+        )
+
+    monkeypatch.setattr(hosts_trl, "make_trainer", make)
+    with trl_stand_ins.installed(*trl_stand_ins.trl()):
+        row = Row(host="trl", config="smoke", variant=variant, seq=16, batch=4, trainer=trainer, part=part)
+        found = check_row(row)
+    assert (found["gradient_error"] == 0) == (variant == "plain")
+
+
+@contextmanager
+def jax_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand-ins for tunix and MaxText, with a model of each."""
+
+    def embedder(vocab_size: int, embed_dim: int, rngs: nnx.Rngs) -> nnx.Module:
+        return jax_host_stand_ins.Embedder(vocab_size, embed_dim, jnp.bfloat16, rngs)
+
+    def model(config: str, seq: int) -> tuple[Any, Any]:
+        options = jax_host_stand_ins.MaxTextConfig(logits_via_embedding=True)
+        mesh = SimpleNamespace(size=1)
+        shape = CONFIGS[config]
+        return options, jax_host_stand_ins.MaxTextModel(shape["vocab_size"], shape["hidden_size"], options, mesh)
+
+    monkeypatch.setattr(hosts_jax, "maxtext_model", model)
+    hosts_jax.compiled.cache_clear()
+    llama = jax_host_stand_ins.module("tunix.models.llama3.model", Embedder=embedder)
+    packages = jax_host_stand_ins.packages("tunix.models", "tunix.models.llama3")
+    stand_ins = *jax_host_stand_ins.tunix("0.1.7"), *jax_host_stand_ins.maxtext(), *packages, llama
+    with jax_host_stand_ins.installed(*stand_ins):
+        yield
+
+
+@pytest.mark.parametrize("host", ["tunix", "maxtext"])
+def test_rows_of_jax_hosts(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    (trainer, part), *_ = HOSTS[host].parts
+    with jax_hosts(monkeypatch):
+        for variant in ("plain", "ours"):
+            row = Row(host=host, config="smoke", variant=variant, seq=16, batch=2, trainer=trainer, part=part)
+            found = check_row(row, most=3e-3)  # tunix rounds log-probabilities to bfloat16
+            assert (found["gradient_error"] == 0) == (variant == "plain")
+
+
 def test_a_loss_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = make_model("smoke", "cpu"), torch.randint(512, (1, 16))
-    loss_of = hosts_process.loss_of
-    losses = iter([1.0, 1.02])
-    monkeypatch.setattr(hosts_process, "loss_of", lambda *arguments: loss_of(*arguments) * next(losses))
-    with pytest.raises(ValueError, match=r"^the loss of plain differs by 2\.0e-02 from the library's, at most 0\.01$"):
-        changed(model, "plain", tokens)
-    losses = iter([1.0, 1.0])
-    gradient = hosts_process.loss_and_gradient
-    factors = iter([1.0, 1.05])
-    monkeypatch.setattr(
-        hosts_process, "loss_and_gradient", lambda *given: (gradient(*given)[0], torch.ones(2) * next(factors))
-    )
-    with pytest.raises(ValueError, match=r"^the gradient of the head of plain differs by 5\.0e-02 "):
-        changed(model, "plain", tokens)
+    row = Row(host="transformers", config="smoke", variant="ours", seq=16, batch=1)
+    loss_of = hosts_transformers.loss_of
+    factors = iter([1.02])
+
+    def other(*given: Any) -> torch.Tensor:
+        return loss_of(*given) * next(factors, 1.0)
+
+    hosts_transformers.own("smoke")
+    monkeypatch.setattr(hosts_transformers, "loss_of", other)
+    with pytest.raises(ValueError, match=r"^the loss of ours differs by 2\.0e-02 from the library's, at most 0\.01$"):
+        hosts_transformers.changed(make_model("smoke"), row)
+    with pytest.raises(ValueError, match=r"^the gradient of the head of ours differs by 5\.0e-02 "):
+        hosts_process.check_errors("ours", [0.0, 0.05])
+    with pytest.raises(ValueError, match="differs by nan"):
+        hosts_process.check_errors("ours", [float("nan"), 0.0])
 
 
-def test_the_command_writes_a_row_for_each_variant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def measured(module: str, request: str, limit: float, environment: dict[str, str]) -> dict[str, Any]:
-        row = json.loads(request)
-        if row["variant"] == "ours":
-            return {"status": "failed", "note": "no memory of the right kind"}
-        return {"status": "ok", "note": None, "tokens_per_s": 1000.0, "peak_bytes": 2**30, "loss_error": 1e-4}
-
-    monkeypatch.setattr(hosts, "answer_of", measured)
-    path = tmp_path / "hosts.json"
-    options = [
-        "--configs",
-        "smoke",
-        "--variants",
-        "plain",
-        "ours",
-        "--seq",
-        "512",
-        "--json",
-        str(path),
-        "--commit",
-        "1",
+def test_rows_share_a_process_and_kernels_of_liger_come_last() -> None:
+    (process,) = plan("transformers", ["smoke"], ["liger", "plain", "ours+compiled", "ours"], [512, 4096], None)
+    rows = [(row.variant, row.seq, row.batch) for row in process]
+    sizes = [(512, 16), (4096, 4)]
+    assert rows == [(name, *size) for size in sizes for name in ("plain", "ours", "ours+compiled")] + [
+        ("liger", *size) for size in sizes
     ]
-    assert hosts.main(options) == 1  # a row of ours failed
-    rows = json.loads(path.read_text())["rows"]
-    keys = {"host", "config", "variant", "seq", "batch", "tokens_per_s", "peak_bytes"}
-    assert [(row["variant"], row["batch"], row["status"]) for row in rows] == [
-        ("plain", 16, "ok"),
-        ("ours", 16, "failed"),
+    every = [
+        row for host in HOSTS for process in plan(host, ["smoke"], hosts.VARIANTS, [512, 4096], None) for row in process
     ]
+    assert len({tuple(getattr(row, key) for key in hosts.KEY) for row in every}) == len(every)
+
+
+Process = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
+    """Runs the command, where `process` gives the answers of a process to its rows. It dies after fewer."""
+
+    def run(process: Process, *options: str) -> tuple[int, list[dict[str, Any]]]:
+        def answers(module: str, request: str, limit: float, environment: dict[str, str]) -> dict[str, Any]:
+            asked = json.loads(request)
+            found = process(asked["rows"])
+            Path(asked["file"]).write_text("".join(json.dumps(one) + "\n" for one in found))
+            died = len(found) < len(asked["rows"])
+            return {"status": "failed" if died else "ok", "note": "its process ended" if died else None}
+
+        monkeypatch.setattr(hosts, "answer_of", answers)
+        path = tmp_path / "hosts.json"
+        status = hosts.main(["--configs", "smoke", "--seq", "512", "--json", str(path), "--commit", "1", *options])
+        return status, json.loads(path.read_text())["rows"]
+
+    return run
+
+
+OK = {"status": "ok", "note": None, "tokens_per_s": 1000.0, "peak_bytes": 2**30, "loss_error": 1e-4}
+
+
+def test_the_command_writes_a_row_for_each_variant(command: Any, capsys: Any) -> None:
+    def process(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [OK if row["variant"] == "plain" else {"status": "failed", "note": "an error"} for row in rows]
+
+    status, rows = command(process, "--hosts", "transformers", "trl", "--variants", "plain", "ours")
+    assert status == 1  # a row of ours failed
+    assert len(rows) == 2 + 2 * len(HOSTS["trl"].parts)
+    keys = {"host", "config", "variant", "seq", "batch", "tokens_per_s", "peak_bytes", "part", "trainer"}
     assert all(keys <= set(row) for row in rows)
+    assert [row["status"] for row in rows[:2]] == ["ok", "failed"]
     out = capsys.readouterr().out
-    assert "smoke, plain, 16 x 512" in out
-    assert "1,000 tokens/s, 1.0 GiB, the loss differs by 1.0e-04" in out
-    assert "failed: no memory of the right kind" in out
+    assert "transformers, smoke, plain, 16 x 512" in out
+    assert "1,000 tokens/s, 1.00 GiB, the loss differs by 1.0e-04" in out
+    assert "trl, GRPO, loss, smoke, ours, 16 x 512               failed: an error" in out
+
+
+def test_another_process_takes_the_rows_after_one_in_which_a_process_ended(command: Any) -> None:
+    calls: list[list[str]] = []
+
+    def process(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        calls.append([row["variant"] for row in rows])
+        return [OK] * (1 if len(calls) == 1 else len(rows))
+
+    status, rows = command(process, "--hosts", "transformers", "--variants", "plain", "ours", "liger", "ours+liger")
+    assert calls == [["plain", "ours", "liger", "ours+liger"], ["liger", "ours+liger"]]
+    assert [(row["status"], row["note"]) for row in rows] == [
+        ("ok", None),
+        ("failed", "its process ended"),
+        *[("ok", None)] * 2,
+    ]
+    assert status == 1
+
+
+def test_no_row_begins_after_the_end(command: Any, tmp_path: Path) -> None:
+    path = tmp_path / "answer"
+    rows = [{"host": "transformers", "config": "smoke", "variant": "plain", "seq": 16, "batch": 1}] * 2
+    request = {"rows": rows, "file": str(tmp_path / "rows"), "seconds": 0.0}
+    hosts_process.main([json.dumps(request), str(path)])
+    assert [json.loads(line)["status"] for line in (tmp_path / "rows").read_text().splitlines()] == ["ok", "ok"]
+    hosts_process.main([json.dumps({**request, "until": -1.0}), str(path)])
+    assert (tmp_path / "rows").read_text() == ""
+    assert json.loads(path.read_text())["status"] == "ok"
+
+
+def row(host: str, variant: str, speed: float, gib: float, **more: Any) -> dict[str, Any]:
+    named = {
+        "host": host,
+        "config": "qwen2.5-0.5b",
+        "variant": variant,
+        "seq": 512,
+        "batch": 16,
+        "commit": "0123456789",
+    }
+    measured = {"status": "ok", "note": None, "tokens_per_s": speed, "peak_bytes": int(gib * 2**30)}
+    return {**named, "trainer": None, "part": "step", **measured, **more}
+
+
+def test_tables_have_the_rows_and_say_which_bars_they_miss(tmp_path: Path, capsys: Any) -> None:
+    of_grpo = {"trainer": "GRPO", "part": "loss"}
+    rows = [
+        row("transformers", "plain", 1000.0, 9.0),
+        row("transformers", "liger", 1500.0, 4.0),
+        row("transformers", "ours+compiled", 3000.0, 5.0),
+        row("transformers", "ours", 0.0, 0.0, status="failed"),
+        row("trl", "plain", 1000.0, 2.0, **of_grpo),
+        row("trl", "ours", 1450.0, 1.5, **of_grpo),
+        row("trl", "plain", 1000.0, 2.0, **of_grpo, seq=4096, batch=4),
+        row("trl", "ours", 1300.0, 2.0, **of_grpo, seq=4096, batch=4),
+        row("tunix", "plain", 1000.0, 2.0, trainer="SFT", part="loss"),
+        row("tunix", "ours", 2100.0, 1.5, trainer="SFT", part="loss"),
+        row("tunix", "ours", 1.0, 1.0, config="smoke", part="loss"),
+    ]
+    path = tmp_path / "hosts.json"
+    path.write_text(json.dumps({"device": "H200", "versions": {"torch": "1"}, "rows": rows}))
+    tables.main(["--hosts", "--json", str(path)])
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "H200, torch 1, at 0123456:\n\n| transformers, sequences x tokens | as it is | torch.compile |"
+    )
+    cells = "1,000/s, 9.00 GiB | - | 1,500/s (1.50 x), 4.00 GiB | failed | - | 3,000/s (3.00 x), 5.00 GiB |"
+    assert f"| qwen2.5-0.5b, 16 x 512 | {cells}\n" in out
+    assert "| GRPO, loss, qwen2.5-0.5b, 16 x 512 | 1,000/s, 2.00 GiB | 1,450/s (1.45 x), 1.50 GiB |" in out
+    assert "smoke" not in out
+    bars = " ".join(out[out.index("- ours") :].split())
+    assert "no more memory: missed at qwen2.5-0.5b, 16 x 512 (1.25 x the memory)." in bars
+    missed = "(1.30 x as fast); GRPO, loss, qwen2.5-0.5b, 4 x 4,096 (1.00 x the memory)."
+    assert f"peak memory is lower: missed at GRPO, loss, qwen2.5-0.5b, 4 x 4,096 {missed}" in bars
+    assert "twice as fast: met at all 1 shapes measured." in bars
+    assert all(len(line) <= 120 for line in out.splitlines() if not line.startswith("|"))
+
+
+def test_the_page_has_the_tables_of_the_recorded_results() -> None:
+    files = sorted(RECORDED.parent.glob("*/hosts.json"))
+    lines = hosts_table.hosts_tables([json.loads(file.read_text()) for file in files])
+    text = hosts_table.PAGE.read_text()
+    assert hosts_table.with_tables(text, lines) == text
+    assert hosts_table.hosts_tables([]) == [hosts_table.NOT_YET]
+    again = hosts_table.with_tables(text, ["| a |"])
+    assert f"{hosts_table.BEGIN}\n\n| a |\n\n{hosts_table.END}" in again
+    assert hosts_table.with_tables(again, lines) == text
 
 
 def test_configs_are_those_of_the_published_models() -> None:

@@ -559,6 +559,9 @@ def test_what_the_adapter_of_maxtext_refuses() -> None:
             ImportError, match=r"tested with MaxText 0.2.4 \(commit e591f30\), got MaxText 0.2.4, whose o"
         ):
             patch()
+        del host("maxtext.utils.vocabulary_tiling").vocab_tiling_nnx_loss
+        with pytest.raises(ImportError, match=r"got MaxText 0.2.4, which has no vocab_tiling_nnx_loss"):
+            patch()
 
 
 def check_maxtext_on_devices(kind: AxisType, vocab: int = V) -> None:

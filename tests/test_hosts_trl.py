@@ -24,6 +24,8 @@ import trl_trainers
 from torch import Tensor
 from trl_stand_ins import VOCABULARY, Config, Model, installed, trl
 
+from benchmarks.hosts_process import answer
+from benchmarks.hosts_rows import HOSTS, Request, Row
 from core_triton import check_token_loss
 
 needs_trl = pytest.mark.skipif(
@@ -608,6 +610,18 @@ def test_the_interface_is_that_of_the_installed_release() -> None:
     ):
         names = [name for name in inspect.signature(of_release).parameters if name != "ctx"]
         assert names == list(inspect.signature(ours).parameters)
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("trainer", "part"), HOSTS["trl"].parts)
+def test_a_row_of_the_benchmark(trainer: str, part: str) -> None:
+    row = Row(host="trl", config="smoke", variant="ours", seq=16, batch=4, trainer=trainer, part=part)
+    found = answer(row, Request(rows=[], file="", seconds=0.0))
+    assert found["status"] == "ok", found["note"]
+    assert found["loss_error"] <= 1e-3
+    assert 0 < found["gradient_error"] <= 1e-2
 
 
 def trl_version() -> str:

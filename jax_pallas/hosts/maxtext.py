@@ -8,7 +8,8 @@ the softcap, the scale of tied logits and the z-loss are those of `apply_output_
 has no other effect.
 
 The interfaces are those of commit e591f30cbbf217ed67ef71263ec0538239f9c3b8 of github.com/AI-Hypercomputer/maxtext
-(0.2.4). No release is on the package index.
+(0.2.4), and those of the release 0.2.4. There, the gradient of the hidden states leaves out the factor by which the sum
+is multiplied afterwards, such as that of a mean. Here it has that factor.
 """
 
 import math
@@ -206,7 +207,11 @@ def patch(**options: Any) -> Patch:
     ours = {"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss, "vocab_tiling_linen_loss": vocab_tiling_linen_loss}
     version = getattr(maxtext, "__version__", "of no version")
     for name, names in (("vocab_tiling_nnx_loss", NNX_LOSS), ("vocab_tiling_linen_loss", LINEN_LOSS)):
-        host = getattr(vocabulary_tiling, name)
+        host = getattr(vocabulary_tiling, name, None)
+        if host is None:  # as in 0.2.5
+            raise ImportError(
+                f"jax_pallas.hosts.maxtext is tested with {TESTED}, got MaxText {version}, which has no {name}"
+            )
         check_interface("jax_pallas.hosts.maxtext", TESTED, f"MaxText {version}", host, names)
     for name, function in ours.items():
         _replaced[name] = getattr(vocabulary_tiling, name)
