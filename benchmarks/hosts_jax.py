@@ -149,6 +149,9 @@ def maxtext_loss(config: str, seq: int, batch: int, ours: bool) -> tuple[Callabl
     hidden, tokens = draw(config, seq, batch)
     options, model = maxtext_model(config, seq)
     graph, head, rest = nnx.split(model, nnx.Param, ...)
+    # The embedding of MaxText has a standard deviation of 1, with which the logits of a model without training are as
+    # far apart as the square root of D.
+    head = jax.tree.map(lambda array: array * hidden.shape[-1] ** -0.5 if array.ndim == 2 else array, head)
 
     def loss(hidden: Array, head: Any, tokens: Array) -> Array:
         data = {"targets": tokens, "targets_segmentation": jnp.ones_like(tokens)}

@@ -18,23 +18,30 @@ from typing import Any
 from benchmarks.hosts_rows import HOSTS, Request, Row
 from benchmarks.methods import UnavailableError, describe, out_of_memory
 
-# Relative to the library, which rounds logits to bfloat16
-MOST_ERRORS = 1e-2, 3e-2  # of the loss, and of a gradient
+# Of the loss and of a gradient, relative to the library, which rounds logits to bfloat16
+MOST_ERRORS = 1e-2, 3e-2
+# A gradient's error may be so many times that of the library, where both are relative to a float32 model: Liger's
+# kernels round elsewhere.
+MOST_TIMES = 1.5
 
 
-def check_errors(variant: str, errors: Sequence[float]) -> dict[str, float]:
-    """Returns as keys of a row by how much a variant differs from the library as it is.
+def check_errors(
+    variant: str, errors: Sequence[float], most: Sequence[float] = MOST_ERRORS, reference: str = "the library"
+) -> dict[str, float]:
+    """Returns as keys of a row by how much a variant differs from a reference.
 
     Args:
         variant: its name, for the message.
         errors: of the loss, and of the gradient of the head, relative.
+        most: of both.
+        reference: for the message.
 
     Raises:
         ValueError: they are more than rounding.
     """
-    for name, error, most in zip(("loss", "gradient of the head"), errors, MOST_ERRORS, strict=True):
-        if not error <= most:
-            raise ValueError(f"the {name} of {variant} differs by {error:.1e} from the library's, at most {most:g}")
+    for name, error, limit in zip(("loss", "gradient of the head"), errors, most, strict=True):
+        if not error <= limit:
+            raise ValueError(f"the {name} of {variant} differs by {error:.1e} from {reference}'s, at most {limit:.1e}")
     return {"loss_error": errors[0], "gradient_error": errors[1]}
 
 

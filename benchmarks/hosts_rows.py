@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
         "query_pre_attn_scalar": 256, "sliding_window": 512, "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
+        "pad_token_id": None,  # the gradient of a random model by a row of zeros is infinite
     },
     "smoke": {  # for the tests of the benchmark, on a CPU
         "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
