@@ -13,7 +13,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --retries 10
 # JAX would look for a driver there.
 GPU_COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 # Hosts that need other versions of some packages than the tests: their files are read or imported without these.
-HOSTS := verl==0.9.1 torchtitan==0.3.0 megatron-core==0.19.2 liger-kernel==0.8.5
+HOSTS := verl==0.9.1 torchtitan==0.3.0 spmd_types==0.2.3 megatron-core==0.19.2 liger-kernel==0.8.5
 # Python keeps its compiled files even where the environment forbids it: without them pytest rewrites every test file.
 TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
@@ -69,6 +69,7 @@ help:
 .venv-hosts/.hosts: pyproject.toml constraints.txt .venv/bin/python
 	@python=$$($(call find_python,3.12)); rm -rf .venv-hosts; "$$python" -m venv .venv-hosts
 	@$(WITH_HOSTS)/$(INSTALL) --constraint constraints.txt --editable ".[dev,hosts]"
+	@DS_BUILD_OPS=0 $(WITH_HOSTS)/$(INSTALL) --constraint constraints.txt deepspeed
 	@$(WITH_HOSTS)/$(INSTALL) --no-deps $(HOSTS)
 	@touch $@
 
