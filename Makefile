@@ -17,6 +17,8 @@ HOSTS := verl==0.9.1 torchtitan==0.3.0 spmd_types==0.2.3 megatron-core==0.19.2 l
 # Python keeps its compiled files even where the environment forbids it: without them pytest rewrites every test file.
 TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
+# constraints-oldest.txt also has versions for Python 3.11: `make test-oldest OLDEST_PYTHON=3.11`.
+OLDEST_PYTHON ?= 3.10
 # The packages that run with Python 3.10. JAX 0.11 needs Python 3.12, so other tests cannot run there.
 OLDEST_TESTS := $(wildcard tests/test_core_triton_*.py) $(patsubst %,tests/test_%.py,cases math reference rounding spec)
 ARGS ?=
@@ -73,8 +75,8 @@ help:
 	@$(WITH_HOSTS)/$(INSTALL) --no-deps $(HOSTS)
 	@touch $@
 
-.venv-oldest/.dev: pyproject.toml constraints-oldest.txt
-	@python=$$($(call find_python,3.10)); rm -rf .venv-oldest; "$$python" -m venv .venv-oldest
+.venv-oldest/.dev-$(OLDEST_PYTHON): pyproject.toml constraints-oldest.txt
+	@python=$$($(call find_python,$(OLDEST_PYTHON))); rm -rf .venv-oldest; "$$python" -m venv .venv-oldest
 	@$(OLDEST)/$(INSTALL) --constraint constraints-oldest.txt --editable ".[torch,test]"
 	@touch $@
 
@@ -99,7 +101,7 @@ test-latest: .venv-latest/.dev
 test-hosts: .venv-hosts/.hosts
 	@$(TEST_ENV) $(WITH_HOSTS)/python -m pytest tests/test_hosts_*.py -n $(WORKERS) --dist load -m "not gpu" $(ARGS)
 
-test-oldest: .venv-oldest/.dev
+test-oldest: .venv-oldest/.dev-$(OLDEST_PYTHON)
 	@$(OLDEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|numpy) '
 	@$(TEST_ENV) $(OLDEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS) $(OLDEST_TESTS)
 
