@@ -392,8 +392,8 @@ def repair(
     statistics: int, *, of_shard: bool = False,
 ) -> tuple[CallRows, Exponentials, Repaired]:  # fmt: skip
     """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`. With the
-    rows' sums `total` (rows,) it repairs by row. `of_shard`: the sums are of a shard of the vocabulary. Returns the rows
-    and the exponentials with what is repaired."""
+    rows' sums `total` (rows,), of a shard of the vocabulary or not, it repairs by row. Returns the rows and the
+    exponentials with what is repaired."""
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     count = () if problem.class_count is None else (problem.class_count,)

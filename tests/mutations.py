@@ -681,7 +681,10 @@ SCALE = (
     ),
     Mutation("jax_pallas/shard_rows.py", "if not keeps_rows:", "if True:", JAX_SHARDS_BY_KERNELS),
     Mutation(
-        "jax_pallas/kernels.py", "of_row = None if ref_exponent_ref is None else", "of_row = None and", JAX_SHARDS_BY_KERNELS
+        "jax_pallas/kernels.py",
+        "of_row = None if ref_exponent_ref is None else",
+        "of_row = None and",
+        JAX_SHARDS_BY_KERNELS,
     ),
     Mutation("jax_pallas/shard_rows.py", "shifts=found.shifts,", "shifts=0 * found.sums,", JAX_FLOAT16_SHARDS),
     Mutation(
