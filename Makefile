@@ -13,10 +13,12 @@ INSTALL := pip install --quiet --disable-pip-version-check --retries 10
 # JAX would look for a driver there.
 GPU_COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 # Hosts that need other versions of some packages than the tests: their files are read or imported without these.
-HOSTS := verl==0.9.1 torchtitan==0.3.0 megatron-core==0.19.2 liger-kernel==0.8.5
+HOSTS := verl==0.9.1 torchtitan==0.3.0 spmd_types==0.2.3 megatron-core==0.19.2 liger-kernel==0.8.5
 # Python keeps its compiled files even where the environment forbids it: without them pytest rewrites every test file.
 TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
+# constraints-oldest.txt also has versions for Python 3.11: `make test-oldest OLDEST_PYTHON=3.11`.
+OLDEST_PYTHON ?= 3.10
 # The packages that run with Python 3.10. JAX 0.11 needs Python 3.12, so other tests cannot run there.
 OLDEST_TESTS := $(wildcard tests/test_core_triton_*.py) $(patsubst %,tests/test_%.py,cases math reference rounding spec)
 ARGS ?=
@@ -69,11 +71,12 @@ help:
 .venv-hosts/.hosts: pyproject.toml constraints.txt .venv/bin/python
 	@python=$$($(call find_python,3.12)); rm -rf .venv-hosts; "$$python" -m venv .venv-hosts
 	@$(WITH_HOSTS)/$(INSTALL) --constraint constraints.txt --editable ".[dev,hosts]"
+	@DS_BUILD_OPS=0 $(WITH_HOSTS)/$(INSTALL) --constraint constraints.txt deepspeed
 	@$(WITH_HOSTS)/$(INSTALL) --no-deps $(HOSTS)
 	@touch $@
 
-.venv-oldest/.dev: pyproject.toml constraints-oldest.txt
-	@python=$$($(call find_python,3.10)); rm -rf .venv-oldest; "$$python" -m venv .venv-oldest
+.venv-oldest/.dev-$(OLDEST_PYTHON): pyproject.toml constraints-oldest.txt
+	@python=$$($(call find_python,$(OLDEST_PYTHON))); rm -rf .venv-oldest; "$$python" -m venv .venv-oldest
 	@$(OLDEST)/$(INSTALL) --constraint constraints-oldest.txt --editable ".[torch,test]"
 	@touch $@
 
@@ -98,7 +101,7 @@ test-latest: .venv-latest/.dev
 test-hosts: .venv-hosts/.hosts
 	@$(TEST_ENV) $(WITH_HOSTS)/python -m pytest tests/test_hosts_*.py -n $(WORKERS) --dist load -m "not gpu" $(ARGS)
 
-test-oldest: .venv-oldest/.dev
+test-oldest: .venv-oldest/.dev-$(OLDEST_PYTHON)
 	@$(OLDEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|numpy) '
 	@$(TEST_ENV) $(OLDEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS) $(OLDEST_TESTS)
 

@@ -327,7 +327,7 @@ class Repair(NamedTuple):
 
 def repair_kernel(
     repair: Repair, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, target_ref: Any, flag_ref: Any,
-    total_ref: Any, *rest: Any,
+    total_ref: Any, ref_exponent_ref: Any, *rest: Any,
 ) -> None:  # fmt: skip
     """Recomputes the flagged row blocks of a chunk with reference exponents from their largest logits: (30).
 
@@ -338,7 +338,7 @@ def repair_kernel(
     tiles. Most chunks have no flag, and then there is nothing to do.
 
     If the rows' sums total (rows,) are there, rows whose sum does not leave the range keep their e. So it does not
-    depend on the other rows of the block.
+    depend on the other rows of the block. The reference exponents (P,) are those of `row_kernels.leaves_range`.
     """
     matmul, (top_ref, e_ref, others_ref, *results) = repair.matmul, rest[-8:]
     first_row, first_flag, launch_step = scalars_ref[1], scalars_ref[2], scalars_ref[3]
@@ -371,7 +371,8 @@ def repair_kernel(
         # A branch of its own, or registers would spill.
         @pl.when(launch_step > FINDS)
         def _redo_rows() -> None:
-            lost = part.inside & leaves_range(load(total_ref, part.row, mask=part.inside))
+            of_row = None if ref_exponent_ref is None else load(ref_exponent_ref, at, mask=part.inside)
+            lost = part.inside & leaves_range(load(total_ref, part.row, mask=part.inside), of_row)
             reference = repaired_ref_exponent(load(top_ref, at, mask=lost), repair.top_exponent) * LN_2
             exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
             store_e(matmul, part._replace(inside=lost), exponentials, e_ref, others_ref)
@@ -388,10 +389,11 @@ def repair_kernel(
 
 def repair(
     problem: Problem, x: Array, rows: CallRows, place: Array, size: int, found: Exponentials, total: Array | None,
-    statistics: int,
+    statistics: int, *, of_shard: bool = False,
 ) -> tuple[CallRows, Exponentials, Repaired]:  # fmt: skip
     """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`. With the
-    rows' sums `total` (rows,) it repairs by row. Returns the rows and the exponentials with what is repaired."""
+    rows' sums `total` (rows,), of a shard of the vocabulary or not, it repairs by row. Returns the rows and the
+    exponentials with what is repaired."""
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     count = () if problem.class_count is None else (problem.class_count,)
@@ -401,11 +403,12 @@ def repair(
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows_of_sums(size, statistics)), jnp.float32)
+    by_row = total, rows.ref_exponent if of_shard and total is not None else None
     others = (by_block if statistics & bit else None for bit in (ENTROPY, SQUARES))  # those of the exponentials
     made, e, others = (by_block, of_target, of_target, *others), found.e, found.others
     for step in (FINDS, REDOES):
         scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step), *count])
-        operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, total, rows.top, e, others
+        operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, *by_row, rows.top, e, others
         results, in_place = (rows.top, e, others, *made), 1 + (e is not None) + (others is not None)
         top, e, others, *repaired = run(
             repair_kernel,

@@ -538,7 +538,7 @@ def _store_exponentials(
             found = hopper_logits.exponentials(*arrays, in_d_weight, **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops, of_shard=of_shard)
     total = joined.total if plan_of(problem).batch_invariant else None
-    rows, found, repaired = kernels.repair(problem, x, rows, place, size, found, total, statistics)
+    rows, found, repaired = kernels.repair(problem, x, rows, place, size, found, total, statistics, of_shard=of_shard)
     tile = plan_of(problem).tile
     assert tile is not None
     return rows, ChunkNumbers(problem, found, places, joined, repaired, tile.block_v)

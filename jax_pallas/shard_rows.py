@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from jax_pallas import vocab_shard
 from jax_pallas.devices import ONE_DEVICE
-from jax_pallas.problem import Problem
+from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import (
     FINISHED_ROWS,
     FIRST_ROW,
@@ -86,10 +86,12 @@ def start(rows: CallRows, target: Array, whole: Problem) -> tuple[CallRows, Shar
 
 
 class OwnNumbers(NamedTuple):
-    """The static arguments of `own_numbers_kernel`: those of `row_kernels.numbers_of`."""
+    """The static arguments of `own_numbers_kernel`: those of `row_kernels.numbers_of`, and whether rows of a block that
+    was computed again kept their exponentials."""
 
     by_row: bool
     top_exponent: int
+    keeps_rows: bool
 
 
 def own_numbers_kernel(
@@ -99,8 +101,8 @@ def own_numbers_kernel(
 ) -> None:  # fmt: skip
     """Writes number (6, rows) float32 of a chunk's rows and of the classes of this shard: the sum of the exponentials,
     the reference exponent, the target's summand and logit, 0 where the target is not in the shard, whether the row was
-    computed again, and the reference exponent of the exponentials that are stored. With `by_row` that may be another:
-    all rows of a block are stored again. One program owns FINISHED_ROWS rows."""
+    computed again, and the reference exponent of the exponentials that are stored. With `by_row` that is another where
+    all rows of a block were stored again. One program owns FINISHED_ROWS rows."""
     row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
     inside, at = row < place_ref[SIZE], place_ref[FIRST_ROW] + row
     flagged = is_flagged(place_ref, flag_ref)
@@ -111,11 +113,15 @@ def own_numbers_kernel(
         repaired_logit_ref, ref_exponent_ref, top_ref,
     )  # fmt: skip
     owned = inside & (target >= 0)
-    options = {**static_args._asdict(), "of_shard": True}
+    by_row, top_exponent, keeps_rows = static_args
+    options = {"by_row": by_row, "top_exponent": top_exponent, "of_shard": True}
     found = numbers_of(refs, row, at, inside, target, owned, flagged, new_total, **options)
-    ref_exponent, again = load(ref_exponent_ref, at, mask=inside), inside & flagged
-    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=again), static_args.top_exponent)
-    for index, values in enumerate((*found, jnp.where(again, new_ref_exponent, ref_exponent))):
+    stored = found.ref_exponent
+    if not keeps_rows:
+        ref_exponent, again = load(ref_exponent_ref, at, mask=inside), inside & flagged
+        new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=again), top_exponent)
+        stored = jnp.where(again, new_ref_exponent, ref_exponent)
+    for index, values in enumerate((*found, stored)):
         store(number_ref, jnp.full_like(row, index), row, values=values, mask=inside)
 
 
@@ -174,7 +180,7 @@ def _own_numbers(own: ChunkNumbers, rows: CallRows, place: Array, size: int, *, 
     assert own.repaired is not None
     of_chunk = own.joined.total, own.found.target_exp, own.found.target_logit, of_targets, *own.repaired[:3]
     operands = place, *of_chunk, rows.target, rows.ref_exponent, rows.top, rows.flag
-    static_args = OwnNumbers(by_row, top_exponent_of(own.problem))
+    static_args = OwnNumbers(by_row, top_exponent_of(own.problem), plan_of(own.problem).batch_invariant)
     results, grid = (jax.ShapeDtypeStruct((6, size), jnp.float32),), (pl.cdiv(size, FINISHED_ROWS),)
     return run(own_numbers_kernel, static_args, operands, results, grid, stages=1)[0]
 

@@ -853,7 +853,12 @@ def run_batch_invariant() -> None:
 
 
 def batch_invariant_differences(
-    part: tuple[int, int] = (0, 1), implementation: str | None = None, budget: int = 40_000, **of_shard: Any
+    part: tuple[int, int] = (0, 1),
+    implementation: str | None = None,
+    budget: int = 40_000,
+    *,
+    of_rows: bool = True,
+    **of_shard: Any,
 ) -> dict[str, dict[str, bool]]:
     """Returns which results of a row with batch_invariant=True are other bits among other rows: alone, in another
     order, in other chunks, and beside rows that are repaired. A repair writes no other row.
@@ -863,6 +868,7 @@ def batch_invariant_differences(
     Args:
         part: the part of the head that the call has, and how many there are.
         budget: the memory budget of a call in chunks.
+        of_rows: whether functions are called too whose gradients are computed in the backward pass.
         of_shard: arguments of a call that has one.
     """
     generator = torch.Generator().manual_seed(0)
@@ -899,10 +905,14 @@ def batch_invariant_differences(
         summed, stats = core_triton.linear_token_loss_with_stats(
             input, head, y, *loss, stats=("log_prob", "lse"), reduction="sum", **options
         )
-        log_probs = core_triton.linear_log_probs(input, head, y, softcap=200.0, **options)
-        of_rows, of_call = core_triton.linear_cross_entropy_with_stats(input, head, y, reduction="none", **options)
-        losses = summed, log_probs.log_prob * weight[rows], of_rows
-        made = [stats.log_prob, stats.lse, log_probs.log_prob, log_probs.lse, of_rows, of_call.lse]
+        losses, made = [summed], [stats.log_prob, stats.lse]
+        if of_rows:
+            log_probs = core_triton.linear_log_probs(input, head, y, softcap=200.0, **options)
+            loss_of_rows, of_call = core_triton.linear_cross_entropy_with_stats(
+                input, head, y, reduction="none", **options
+            )
+            losses += [log_probs.log_prob * weight[rows], loss_of_rows]
+            made += [log_probs.log_prob, log_probs.lse, loss_of_rows, of_call.lse]
         made += [torch.autograd.grad(one.sum(), input)[0] for one in losses]
         return [one.detach() for one in made if one is not None]
 

@@ -628,6 +628,7 @@ SCALE = (
     Mutation("core_triton/vocab_shard.py", "normalizer.float() / ranks", "normalizer.float()", TORCH_RANKS),
     Mutation("core_triton/vocab_shard.py", "own += received", "own -= received", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "plan_of(of_shard.problem).batch_invariant", "False", RANKS_BY_KERNELS),
+    Mutation("core_triton/plan.py", " or key.batch_invariant):", "):", RANKS_BY_KERNELS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
     Mutation(
         "core_triton/dtensors.py", "_Summed.apply(one / ranks, groups)", "_Summed.apply(one, groups)", TORCH_RANKS
@@ -676,6 +677,13 @@ SCALE = (
         "jax_pallas/scaled_exp.py",
         "total = of_shards(devices, part, ordered=plan_of(problem).batch_invariant)",
         "total = part",
+        JAX_SHARDS_BY_KERNELS,
+    ),
+    Mutation("jax_pallas/shard_rows.py", "if not keeps_rows:", "if True:", JAX_SHARDS_BY_KERNELS),
+    Mutation(
+        "jax_pallas/kernels.py",
+        "of_row = None if ref_exponent_ref is None else",
+        "of_row = None and",
         JAX_SHARDS_BY_KERNELS,
     ),
     Mutation("jax_pallas/shard_rows.py", "shifts=found.shifts,", "shifts=0 * found.sums,", JAX_FLOAT16_SHARDS),

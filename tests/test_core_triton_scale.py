@@ -78,7 +78,7 @@ INTERPRETED = (
 INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED[1:]))
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 # A case with few rows represents a part of 700.
-SLOW_BY_KERNELS = (f"vocabulary:{SAVED[1]}", "check:batch_invariant_gathered")
+SLOW_BY_KERNELS = (f"vocabulary:{SAVED[1]}", "check:batch_invariant_gathered_rows")
 QUICK_BY_KERNELS = tuple(request for request in INTERPRETED if request not in SLOW_BY_KERNELS)
 QUICK_BY_KERNELS += ("vocabulary:edge-log_probs-saved-frozen_weight-fp16",)
 BY_KERNELS = python("torch_ranks.py", "2", "triton", *QUICK_BY_KERNELS)

@@ -47,4 +47,7 @@ def test_the_oldest_versions_that_are_tested_are_the_oldest_that_are_allowed() -
         oldest = str(requirement.specifier).removeprefix(">=")
         assert f"{tested[requirement.name]}.".startswith(f"{oldest}."), requirement
     makefile = (ROOT / "Makefile").read_text()
-    assert project["requires-python"].removeprefix(">=") in re.findall(r"find_python,(\S+)\)\)", makefile)
+    oldest = re.search(r"^OLDEST_PYTHON \?= (\S+)$", makefile, re.MULTILINE)
+    assert oldest is not None
+    assert project["requires-python"].removeprefix(">=") == oldest[1]
+    assert "$(call find_python,$(OLDEST_PYTHON))" in makefile

@@ -4,13 +4,14 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from host_checks import HOST_CHECKS
+from host_checks import HOST_CHECKS, ZERO3_CHECKS
 from host_models import VOCABULARY, adapter, difference, fused_options, inputs_of, make, patch, step, unpatch
 from hosts_report import PAGE, TOLERANCE, page, row
 from hub_models import import_transformers
@@ -563,6 +564,18 @@ RANKS = python("torch_ranks.py", "2", "chunked", *(f"check:{name}" for name in H
 @pytest.mark.programs(RANKS, seconds=30)
 @pytest.mark.parametrize("name", HOST_CHECKS)
 def test_two_ranks(name: str, printed: Printed) -> None:
+    result = printed[f"check:{name}"]
+    assert not result["failure"], result["failure"]
+
+
+ZERO3_RANKS = python("torch_ranks.py", "2", "chunked", *(f"check:{name}" for name in ZERO3_CHECKS))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed: make test-hosts installs it")
+@pytest.mark.programs(ZERO3_RANKS, seconds=30)
+@pytest.mark.parametrize("name", ZERO3_CHECKS)
+def test_two_ranks_of_deepspeed(name: str, printed: Printed) -> None:
     result = printed[f"check:{name}"]
     assert not result["failure"], result["failure"]
 

@@ -208,6 +208,7 @@ QUICK_TOKENS = (
     "tokens, smoothing",
     "tokens, exchange",
     "tokens, small probabilities",
+    "tokens, invariant",
 )
 EVERY_DAY = {*QUICK, *QUICK_TOKENS, "head, parts", "head, two chunks"}
 
@@ -412,26 +413,38 @@ def check_small_probabilities() -> None:
     assert (errors <= 1e-3 * np.abs(exact).max(1))[few].all()
 
 
-def check_invariant(in_chunks: bool = False) -> None:
-    """With batch_invariant a row has the same bits among any rows, some of which are computed again. No kernel of this
-    machine computes d_input, so here each row is multiplied by itself."""
+def check_invariant(in_chunks: bool = False, gathers: bool = False) -> None:
+    """With batch_invariant a row has the same bits among any rows, some of which are computed again, and the right
+    gradient. Of one row the other device's sum is 0, which is no reason to compute it again. No kernel of this machine
+    computes d_input, so here each row is multiplied by itself. With `gathers` the devices have different rows."""
 
     def row_by_row(e: Any, w: Any, contract: tuple[int, int]) -> Any:
         return jax.lax.map(lambda row: float32_matmul(row[None], w, contract)[0], e)
 
     x, w, y = given_arrays()
     x, upstream = x.at[5].mul(40).at[60].mul(40), np.random.default_rng(0).standard_normal(len(x))
+    x, w, y = x.at[:, 0].set(0).at[0, 0].set(256), w.at[:, 0].set(0).at[7, 0].set(1), y.at[0].set(7)
+    of_rows, other_sum = P(), "own_sum_of_d_input"
+    if gathers:
+        of_rows, other_sum = P("vocab"), "sum_of_d_input"
 
     def results_with(**options: Any) -> Callable[[list[int]], tuple[np.ndarray, ...]]:
         def body(x: Any, w: Any, y: Any, upstream: Any) -> Any:
             def loss(x: Any) -> Any:
-                found = linear_log_probs(x, w, y, **KERNELS, batch_invariant=True, **options)
+                invariant = KERNELS | options | {"batch_invariant": True}
+                if gathers:  # of one pass
+                    arguments = x, w, y, lambda log_prob, upstream: log_prob * upstream, upstream
+                    value, found = linear_token_loss_with_stats(
+                        *arguments, stats=("log_prob", "lse"), reduction="sum", **invariant
+                    )
+                    return value, (found.log_prob, found.lse)
+                found = linear_log_probs(x, w, y, **invariant)
                 return (found.log_prob * upstream).sum(), (found.log_prob, found.lse)
 
-            (_, of_rows), d_x = jax.value_and_grad(loss, has_aux=True)(x)
-            return *of_rows, d_x.astype(jnp.float32)
+            (_, found), d_x = jax.value_and_grad(loss, has_aux=True)(x)
+            return *found, d_x.astype(jnp.float32)
 
-        specs: dict[str, Any] = {"in_specs": (P(), P("vocab"), P(), P()), "out_specs": P()}
+        specs: dict[str, Any] = {"in_specs": (of_rows, P("vocab"), of_rows, of_rows), "out_specs": of_rows}
         compiled = jax.jit(jax.shard_map(body, mesh=mesh_of(vocab=SHARDS), **specs))
 
         def results(rows: list[int]) -> tuple[np.ndarray, ...]:
@@ -443,19 +456,25 @@ def check_invariant(in_chunks: bool = False) -> None:
     with (
         mock.patch("jax_pallas.plan.why_variant", return_value=None),
         mock.patch.object(head_rows, "float32_matmul", row_by_row),
-        mock.patch.object(vocab_shard, "own_sum_of_d_input", None),
+        mock.patch.object(vocab_shard, other_sum, None),
     ):
         everything = [*range(len(x))]
-        others = [60, *range(40, 20, -1)] * 5  # as many, which the same program computes
+        others = [60, 0, *range(40, 20, -1)] * 5  # as many, which the same program computes
         others = others[: len(x)]
-        results = results_with()
+        budget = 120_000 if gathers and in_chunks else None
+        results = results_with(memory_budget=budget, **({"gather": "tokens"} if gathers else {}))
         want = results(everything)
-        if in_chunks:  # here XLA multiplies the head piece by piece
+        if in_chunks and not gathers:  # here XLA multiplies the head piece by piece
             least = least_budget(lambda budget: results_with(memory_budget=budget)(everything))  # of one of both passes
             found = results_with(memory_budget=least * 9 // 8)(everything)[:2]
             assert all(np.array_equal(one, whole) for one, whole in zip(found, want[:2], strict=True))
         for name, one, whole in zip(("log_prob", "lse", "d_x"), results(others), want, strict=True):
             assert np.array_equal(one, whole[others]), name
+    exact_x, exact_w = (np.asarray(array, np.float64) for array in (x, w))
+    logits = exact_x @ exact_w.T
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    exact = exact_w[y] - p / p.sum(1, keepdims=True) @ exact_w
+    assert (np.abs(want[2] / upstream[:, None] - exact).max(1) <= 0.01 * np.abs(exact_w[y]).max(1)).all()
     make_plan.cache_clear()  # of calls that were not checked
 
 
@@ -588,6 +607,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "bits": check_bits,
     "invariant": check_invariant,
     "invariant, chunks": partial(check_invariant, in_chunks=True),
+    "tokens, invariant": partial(check_invariant, gathers=True),
+    "tokens, invariant, chunks": partial(check_invariant, gathers=True, in_chunks=True),
     "invariant, sums": check_order_of_sums,
     "float16, bits": partial(check_bits, jnp.float16),
     "smoothing, bits": check_bits_of_smoothing,

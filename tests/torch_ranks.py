@@ -42,7 +42,7 @@ from assertions import least_budget
 from dtensor_checks import DTENSOR_CHECKS, mesh_of, use_small_parts
 from gathered_checks import GATHERED_CHECKS, error
 from head_checks import HEAD_CHECKS
-from host_checks import HOST_CHECKS, VERL_CHECKS
+from host_checks import HOST_CHECKS, VERL_CHECKS, ZERO3_CHECKS
 from parallel_host_checks import PARALLEL_HOST_CHECKS
 
 import core_triton
@@ -569,9 +569,9 @@ def check_batch_invariant(rank: int, ranks: int, **options: Any) -> None:
     assert torch.equal(vocab_shard.ordered_sum(parts[rank].clone(), ranks, world.group_name), want)
 
 
-def check_batch_invariant_gathered(rank: int, ranks: int) -> None:
+def check_batch_invariant_gathered(rank: int, ranks: int, *, of_rows: bool) -> None:
     """All tokens, which are gathered at once, are those of a rank, twice."""
-    check_batch_invariant(rank, ranks, sequence_parallel=True, budget=60_000)
+    check_batch_invariant(rank, ranks, sequence_parallel=True, budget=60_000, of_rows=of_rows)
 
 
 CHECKS: dict[str, Callable[[int, int], None]] = {
@@ -592,7 +592,8 @@ KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
     "smoothing": check_smoothing,
     "statistics": check_statistics,
     "batch_invariant": check_batch_invariant,
-    "batch_invariant_gathered": check_batch_invariant_gathered,
+    "batch_invariant_gathered": partial(check_batch_invariant_gathered, of_rows=False),
+    "batch_invariant_gathered_rows": partial(check_batch_invariant_gathered, of_rows=True),
     **GATHERED_CHECKS,
     **HEAD_CHECKS,
 }
@@ -639,7 +640,7 @@ def worker(
     for request in requests:
         form, name = request.split(":", 1)
         if form == "check":
-            checks = CHECKS | KERNEL_CHECKS | HOST_CHECKS | VERL_CHECKS | PARALLEL_HOST_CHECKS
+            checks = CHECKS | KERNEL_CHECKS | HOST_CHECKS | ZERO3_CHECKS | VERL_CHECKS | PARALLEL_HOST_CHECKS
             run_check(request, checks[name], rank, ranks, write)
             continue
         case = replace(by_name[name], tight_memory=True)
