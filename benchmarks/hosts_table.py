@@ -155,7 +155,9 @@ def _failures(bar: Bar, key: tuple[Any, ...], ours: Mapping[str, Any], other: Ma
     speed = ours["tokens_per_s"] / other["tokens_per_s"]
     if speed < bar.speed or (bar.speed == 1 and speed == 1):
         yield f"{_name(key)} ({speed:.2f} x as fast)"
-    if bar.memory is not None:
+    if bar.memory is not None and None in (ours["peak_bytes"], other["peak_bytes"]):
+        yield f"{_name(key)} (memory not measured)"
+    elif bar.memory is not None:
         memory = ours["peak_bytes"] / other["peak_bytes"]
         if memory > bar.memory or (bar.less and memory == bar.memory):
             yield f"{_name(key)} ({memory:.2f} x the memory)"

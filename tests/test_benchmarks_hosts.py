@@ -1,7 +1,9 @@
 """benchmarks.hosts on a CPU: its rows, the check before a row is timed, its processes, and its tables."""
 
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +44,29 @@ def test_a_row_of_transformers(variant: str) -> None:
     _, own = hosts_transformers.in_float32("smoke")
     assert 0 < found["gradient_error"] <= hosts_process.MOST_TIMES * own
     assert (found["gradient_error"] == own) == (variant == "plain")
+
+
+def test_a_row_begins_without_the_model_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[Any] = []
+
+    def make(config: str) -> Any:
+        gc.disable()  # only an explicit collection counts
+        left.append(sum(one() is not None for one in alive))
+        model = make_model(config)
+        model.itself = [model]  # as a bound method that replaces another
+        alive.append(weakref.ref(model))
+        return model
+
+    left: list[int] = []
+    hosts_transformers.in_float32("smoke")
+    monkeypatch.setattr(hosts_transformers, "make_model", make)
+    row = Row(host="transformers", config="smoke", variant="plain", seq=16, batch=1)
+    try:
+        for _ in range(2):
+            hosts_transformers.measure(row, 0.01)
+    finally:
+        gc.enable()
+    assert left == [0, 0]
 
 
 def test_a_library_that_is_not_installed_skips_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
