@@ -19,6 +19,7 @@ from flax import nnx
 from flax_models.model.attention_choice import explain_attention
 from flax_models.model.config import AttentionImplementation, ModelConfig
 from flax_models.model.rope import rotate
+from flax_models.model.sharding import by_heads
 
 EVERYTHING = 2**30  # a window larger than any position: attention to all earlier positions
 
@@ -149,16 +150,27 @@ class Attention(nnx.Module):
         packed = context.sequences is not None
         implementation = explain_attention(self.config, x.shape[-2], packed=packed).name if unmasked else "xla"
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            if context.sequences is not None and implementation == "cudnn":
-                return _attend_packed(self.config, query, key, value, context.sequences)
+        def attend(
+            query: jax.Array,
+            key: jax.Array,
+            value: jax.Array,
+            sequences: Sequences | None,
+            shared: tuple[jax.Array, jax.Array | None],
+        ) -> jax.Array:
+            if sequences is not None and implementation == "cudnn":
+                return _attend_packed(self.config, query, key, value, sequences)
             if unmasked and not packed:
                 return _attend_whole(self.config, query, key, value, implementation)
-            return _attend_seen(self.config, query, key, value, context, window)
+            positions, window = shared
+            return _attend_seen(self.config, query, key, value, positions, sequences, window)
 
         if self.config.remat == "attention" and implementation == "xla":  # cuDNN stores no scores to rematerialize
             attend = jax.checkpoint(attend, prevent_cse=not self.config.scan_layers)
-        mixed = attend(query, key, value)
+        shared = context.positions, window
+        if slots is None:
+            mixed = by_heads(attend, query, key, value, rows=context.sequences, shared=shared)
+        else:
+            mixed = attend(query, key, value, context.sequences, shared)
         return self.out(mixed.reshape(*x.shape[:-1], -1)), cache
 
 
@@ -230,15 +242,16 @@ def _attend_seen(
     query: jax.Array,  # (B, T, num_heads, H)
     key: jax.Array,  # (B, S, num_kv_heads, H)
     value: jax.Array,
-    context: AttentionContext,
+    positions: jax.Array,
+    sequences: Sequences | None,
     window: jax.Array | None,
 ) -> jax.Array:
     if window is None:
         window = jnp.asarray(config.windows()[0] or EVERYTHING)
-    distance = context.positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
+    distance = positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
     mask = (distance >= 0) & (distance < window)
-    if context.sequences is not None:
-        mask = mask & (context.sequences.of[:, :, None] == context.sequences.of[:, None, :])
+    if sequences is not None:
+        mask = mask & (sequences.of[:, :, None] == sequences.of[:, None, :])
     mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[-2:]))[:, None]  # (B, 1, T, S)
     if config.attention_softcap is None:
         return jax.nn.dot_product_attention(
