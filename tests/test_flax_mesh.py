@@ -63,9 +63,11 @@ def trainer_on(
     return Trainer(make() if mesh is None else made_on(mesh, make), TrainConfig(**values), lora, mesh)
 
 
-def batch_of(step: int, *, packed: bool = False) -> Batch:
+def batch_of(step: int, *, classes: int = SHAPE.vocab_size, packed: bool = False) -> Batch:
     generator = np.random.default_rng(step)
-    tokens = (generator.integers(280, size=(4, 1)) + np.arange(17) * generator.integers(1, 4, size=(4, 1))) % 280
+    tokens = (
+        generator.integers(classes, size=(4, 1)) + np.arange(17) * generator.integers(1, 4, size=(4, 1))
+    ) % classes
     targets = np.where(generator.random((4, 16)) < 0.2, -100, tokens[:, 1:])  # not as many on every device
     lengths = np.array([[16, 0, 0], [9, 7, 0], [3, 8, 5], [1, 15, 0]], np.int32) if packed else None
     return Batch(tokens[:, :-1].astype(np.int32), targets.astype(np.int32), lengths)
@@ -77,8 +79,9 @@ def run(
     """Returns the losses and gradient norms (steps, 2) of steps, and the state after them."""
     state = trainer.initial if begin is None else begin
     found: list[tuple[float, float]] = []
+    classes = trainer.model(trainer.initial.params).config.vocab_size
     for step in range(first, first + steps):
-        state, metrics = trainer.step(state, trainer.put(batch_of(step, packed=packed)))
+        state, metrics = trainer.step(state, trainer.put(batch_of(step, classes=classes, packed=packed)))
         found.append((float(metrics.loss), float(metrics.grad_norm)))
     return np.array(found), state
 
@@ -90,12 +93,16 @@ def assert_same(got: np.ndarray, want: np.ndarray, bound: float = BOUND) -> None
 def same_curve(meshes: list[tuple[int, int, int]], steps: int, *, packed: bool = False, **options: Any) -> None:
     one = trainer_on(None, **options)
     want, state = run(one, steps, packed=packed)
-    held_out = one.held_out_loss(one.evaluated(state), batch_of(99))
+    classes = options.get("config", SHAPE).vocab_size
+    held_out = one.held_out_loss(one.evaluated(state), batch_of(99, classes=classes))
     for sizes in meshes:
         trainer = trainer_on(mesh_of(*sizes), **options)
         got, state = run(trainer, steps, packed=packed)
         assert_same(got, want)
-        assert abs(trainer.held_out_loss(trainer.evaluated(state), batch_of(99)) - held_out) < BOUND * held_out
+        assert (
+            abs(trainer.held_out_loss(trainer.evaluated(state), batch_of(99, classes=classes)) - held_out)
+            < BOUND * held_out
+        )
 
 
 def places() -> None:
@@ -187,6 +194,7 @@ ADAPTERS = {
     "dora": LoraConfig(lora_rank=3, dora=True, lora_targets=("query", "out", "down"), unfreeze=("head", "norms")),
 }
 CHANGES: dict[str, dict[str, Any]] = {
+    "few classes": {"config": dataclasses.replace(SHAPE, vocab_size=20)},  # gathers the embedding and the head
     "untied": {"config": UNTIED},
     "packed": {"packed": True},
     "accumulate": {"batch_size": 4, "accumulate": 2},

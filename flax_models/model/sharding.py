@@ -14,6 +14,7 @@ which would need a sharding for every operation of the model in which axes of bo
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -139,26 +140,55 @@ def gathers() -> bool:
 def look_up(embedding: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns the rows (B, T, D) of an embedding (V, D) for tokens (B, T), in `dtype`; NaN for tokens of V or more.
 
-    On a mesh, each device looks up the tokens of all devices along fsdp that are among its rows. Exactly one device has
-    the row of a token, so the sum over devices is exact in any dtype.
+    On a mesh, the devices along fsdp gather the smaller of two, as the loss does: their tokens, if these are fewer than
+    V, or their rows of the embedding. A device then looks up what is among its rows. Exactly one device has the row of
+    a token, so the sum of what they found is exact in any dtype. The gradient is summed in the dtype of the embedding.
     """
     mesh = _mesh()
     if mesh is None:
         return jnp.take(embedding, tokens, axis=0).astype(dtype)
-    axes = row_axes(mesh, tokens.shape[0])
-    classes = embedding.shape[0]
+    axes, classes = row_axes(mesh, tokens.shape[0]), embedding.shape[0]
+    gathers_rows = axes is not None and tokens.size // mesh.shape["data"] >= classes
+    gathers_tokens = axes is not None and not gathers_rows
 
     def of_device(rows: jax.Array, tokens: jax.Array) -> jax.Array:
-        if axes:
+        count = rows.shape[0] * (mesh.shape["fsdp"] if gathers_rows else 1)
+        if gathers_tokens:
             tokens = lax.all_gather(tokens, "fsdp", tiled=True)
-        index = tokens - lax.axis_index(CLASSES) * rows.shape[0]
-        here = (index >= 0) & (index < rows.shape[0])
-        found = jnp.take(rows, jnp.where(here, index, 0), axis=0).astype(dtype)
-        found = lax.psum(jnp.where(here[..., None], found, 0), "tensor" if axes else CLASSES)
-        return lax.psum_scatter(found, "fsdp", scatter_dimension=0, tiled=True) if axes else found
+        index = tokens - lax.axis_index("tensor" if gathers_rows else CLASSES) * count
+        here = (index >= 0) & (index < count)
+        index = jnp.where(here, index, 0)
+        if gathers_rows:  # varying over data too, so that the gradient is summed over it
+            found: Any = _gathered_rows(lax.pcast(rows, "data", to="varying"), index, dtype)
+        else:
+            found = jnp.take(rows, index, axis=0).astype(dtype)
+        found = lax.psum(jnp.where(here[..., None], found, 0), CLASSES if axes is None else "tensor")
+        return lax.psum_scatter(found, "fsdp", scatter_dimension=0, tiled=True) if gathers_tokens else found
 
     found = jax.shard_map(of_device, in_specs=(P(CLASSES), P(axes)), out_specs=P(axes))(embedding, tokens)
     return jnp.where((tokens < classes)[..., None], found, jnp.nan)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gathered_rows(rows: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the rows of an embedding whose parts the devices along fsdp gather, in `dtype`."""
+    return jnp.take(lax.all_gather(rows.astype(dtype), "fsdp", tiled=True), index, axis=0)
+
+
+def _gathered_rows_backward(
+    dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], d_found: jax.Array
+) -> tuple[jax.Array, None]:
+    index, none = saved
+    shape = none.shape[0] * lax.axis_size("fsdp"), d_found.shape[-1]
+    d_rows = jnp.zeros(shape, none.dtype).at[index].add(d_found.astype(none.dtype))
+    return lax.psum_scatter(d_rows, "fsdp", scatter_dimension=0, tiled=True), None
+
+
+_gathered_rows.defvjp(
+    # Of the rows, only their number and dtype are saved.
+    lambda rows, index, dtype: (_gathered_rows(rows, index, dtype), (index, rows[:, :0])),
+    _gathered_rows_backward,
+)
 
 
 def by_heads(function: Callable[..., jax.Array], *heads: jax.Array, rows: Any, shared: Any) -> jax.Array:
