@@ -7,7 +7,11 @@ before JAX starts.
 
 import dataclasses
 import math
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +23,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from flax_runs import learned, start, write_texts
+from flax_runs import SMALL, learned, start, write_texts
 from host_devices import failures_of, run_named
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from random_decoder import random_decoder
@@ -125,6 +129,21 @@ def places() -> None:
         assert number == 3 * 9  # parameters, and two averages of each
 
 
+def restored() -> None:
+    """A checkpoint of one mesh is read to the devices of another, and to one device."""
+    saved = trainer_on(mesh_of(2, 2, 1)).initial
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
+        checkpoints.save(1, saved, {})
+        for mesh in (mesh_of(1, 1, 2), None):
+            like = Trainer(decoder_shapes(SHAPE), TrainConfig(batch_size=4), None, mesh).initial
+            state, _ = checkpoints.restore(like)
+            for found, want, wanted in zip(*map(jax.tree.leaves, (state, saved, like)), strict=True):
+                np.testing.assert_array_equal(found, want)
+                assert found.sharding == (wanted.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        checkpoints.close()
+
+
 def other_mesh() -> None:
     """A checkpoint of 4 devices continues on 2 and on 1 with the same curve."""
     want, _ = run(trainer_on(None), 6)
@@ -173,9 +192,9 @@ def weights_by_shard() -> None:
 GATHER = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather\(.*op_name=\"([^\"]*)\"")
 
 
-def program() -> None:
+def program(*several: dict[str, Any]) -> None:
     """A device gathers the matrices of one layer at a time, again for the backward pass, and never a stack of them."""
-    for changes in ({}, {"remat": "full"}, {"remat": "elementwise"}, {"remat": "attention", "scan_layers": False}):
+    for changes in several:
         trainer = trainer_on(mesh_of(1, 4, 1), dataclasses.replace(SHAPE, num_layers=3, **changes))
         text = trainer.compile(4, 16).as_text() or ""
         gathers = [
@@ -234,13 +253,17 @@ CHECKS: dict[str, Callable[[], None]] = {
     "places": places,
     "other mesh": other_mesh,
     "weights": weights_by_shard,
-    "program": program,
+    "restored": restored,
+    "program": partial(program, {}),
+    "programs": partial(
+        program, {"remat": "full"}, {"remat": "elementwise"}, {"remat": "attention", "scan_layers": False}
+    ),
     "command": command,
     "quick": partial(same_curve, [(1, 2, 2)], 3),
     **{f"50 steps {sizes}": partial(same_curve, [sizes], 50) for sizes in MESHES},
     **{name: partial(same_curve, [(1, 2, 2), (2, 1, 2)], 5, **changes) for name, changes in CHANGES.items()},
 }
-QUICK = ("places", "weights", "quick")
+QUICK = ("places", "weights", "quick", "restored", "program")
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +338,30 @@ def test_one_row_is_on_all_devices() -> None:
     mesh: Any = AbstractMesh((2, 2, 1), AXES)
     assert row_axes(mesh, 8) == ROWS
     assert row_axes(mesh, 1) is None
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_fewer_devices(tmp_path: Path) -> None:
+    """4 -> 2 -> 1 devices, each from the checkpoint of step 6: the same steps 7 and 8."""
+    write_texts(tmp_path / "data")
+    places = ["--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"), "--name", "run"]
+    options = [*places, *SMALL, "--num-kv-heads=2", "--batch-size=4", "--sample-tokens=2"]
+    rows = []
+    for devices, mesh in ((4, "data=2,fsdp=2"), (2, "tensor=2"), (1, "data=1")):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+        environment = {**os.environ, "XLA_FLAGS": flags, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "flax_models.train", *options, "--mesh", mesh, *["--resume"] * bool(rows)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"of {devices} devices" in done.stdout
+        assert not rows or "from step 6" in done.stdout
+        rows.append(learned(tmp_path / "runs" / "run"))
+        shutil.rmtree(tmp_path / "runs" / "run" / "checkpoints" / "8")
+    for other in rows[1:]:
+        assert [row["step"] for row in other] == [row["step"] for row in rows[0]]
+        for row, same in zip(other, rows[0], strict=True):
+            assert row.keys() == same.keys()
+            assert all(math.isclose(row[name], same[name], rel_tol=BOUND) for name in row), (row, same)
 
 
 if __name__ == "__main__":
