@@ -31,13 +31,15 @@ from random_decoder import random_decoder
 from flax_models.data.batches import Batch
 from flax_models.errors import RunError
 from flax_models.hub import weights
+from flax_models.hub.adapter_folder import read_adapter_config, save_adapter
 from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
 from flax_models.model.lora import adapt, adapted_shapes
 from flax_models.model.lora_config import LoraConfig
 from flax_models.model.parameters import name_of
 from flax_models.model.sharding import AXES, ROWS, TABLE, row_axes, spec_of
 from flax_models.train.checkpoint import Checkpoints
-from flax_models.train.config import TrainConfig
+from flax_models.train.config import RunConfig, TrainConfig
+from flax_models.train.main import _initial_model
 from flax_models.train.mesh import check_sizes, check_vocabulary, made_on, make_mesh, mesh_sizes
 from flax_models.train.step import Trainer, TrainState
 
@@ -145,11 +147,11 @@ def restored() -> None:
 
 
 def other_mesh() -> None:
-    """A checkpoint of 4 devices continues on 2 and on 1 with the same curve."""
-    want, _ = run(trainer_on(None), 6)
+    """A checkpoint of 4 devices continues on 2, on 1 and on 4 again, with the same curve."""
+    want, _ = run(trainer_on(None), 8)
     with tempfile.TemporaryDirectory() as folder:
         state, got = None, []
-        for step, sizes in ((0, (2, 2, 1)), (2, (1, 1, 2)), (4, None)):
+        for step, sizes in ((0, (2, 2, 1)), (2, (1, 1, 2)), (4, None), (6, (1, 4, 1))):
             mesh = None if sizes is None else mesh_of(*sizes)
             checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
             if step:
@@ -164,6 +166,23 @@ def other_mesh() -> None:
             checkpoints.save(step + 2, state, {})
             checkpoints.close()
     assert_same(np.concatenate(got), want)
+
+
+def repeats() -> None:
+    """On one mesh, two runs are equal bit for bit, and so is one that continues from a checkpoint."""
+    mesh = mesh_of(2, 2, 1)
+    want, _ = run(trainer_on(mesh), 4)
+    again, _ = run(trainer_on(mesh), 4)
+    np.testing.assert_array_equal(again, want)
+    _, state = run(trainer_on(mesh), 2)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
+        checkpoints.save(2, state, {})
+        trainer = Trainer(decoder_shapes(SHAPE), trainer_on(mesh)._config, None, mesh)
+        state, _ = checkpoints.restore(trainer.initial)
+        checkpoints.close()
+    rest, _ = run(trainer, 2, begin=state, first=2)
+    np.testing.assert_array_equal(rest, want[2:])
 
 
 def weights_by_shard() -> None:
@@ -187,6 +206,26 @@ def weights_by_shard() -> None:
     for path, leaf in ours.items():
         np.testing.assert_array_equal(leaf[...], theirs[path][...])
         assert leaf[...].sharding.spec == spec_of(name_of(path), stacked=path[0] == "blocks")
+
+
+def fine_tuning() -> None:
+    """A model of a folder with adapters, of another folder or new ones, trains as on one device."""
+    model = random_decoder(UNTIED)
+    with tempfile.TemporaryDirectory() as place:
+        folder, adapters = Path(place) / "model", Path(place) / "adapters"
+        weights.save(model, folder)
+        adapt(model, ADAPTERS["dora"], nnx.Rngs(3))
+        query: Any = model.blocks.attention.query
+        query.lora_b[...] += 0.1
+        save_adapter(model, adapters, base=folder)
+        for lora in (ADAPTERS["dora"], read_adapter_config(adapters)):
+            config = RunConfig(config=None, weights=folder, lora=lora)
+            curves = []
+            for mesh in (None, mesh_of(1, 2, 2)):
+                loaded = _initial_model(config, UNTIED, mesh)
+                trainer = Trainer(loaded, TrainConfig(batch_size=4, warmup_steps=2), lora, mesh)
+                curves.append(run(trainer, 3)[0])
+            assert_same(curves[1], curves[0])
 
 
 GATHER = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather\(.*op_name=\"([^\"]*)\"")
@@ -254,6 +293,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "other mesh": other_mesh,
     "weights": weights_by_shard,
     "restored": restored,
+    "repeats": repeats,
+    "fine-tuning": fine_tuning,
     "program": partial(program, {}),
     "programs": partial(
         program, {"remat": "full"}, {"remat": "elementwise"}, {"remat": "attention", "scan_layers": False}
