@@ -162,7 +162,8 @@ class Attention(nnx.Module):
             if unmasked and not packed:
                 return _attend_whole(self.config, query, key, value, implementation)
             positions, window = shared
-            return _attend_seen(self.config, query, key, value, positions, sequences, window)
+            seen = context._replace(positions=positions, sequences=sequences)
+            return _attend_seen(self.config, query, key, value, seen, window)
 
         if self.config.remat == "attention" and implementation == "xla":  # cuDNN stores no scores to rematerialize
             attend = jax.checkpoint(attend, prevent_cse=not self.config.scan_layers)
@@ -242,16 +243,15 @@ def _attend_seen(
     query: jax.Array,  # (B, T, num_heads, H)
     key: jax.Array,  # (B, S, num_kv_heads, H)
     value: jax.Array,
-    positions: jax.Array,
-    sequences: Sequences | None,
+    context: AttentionContext,
     window: jax.Array | None,
 ) -> jax.Array:
     if window is None:
         window = jnp.asarray(config.windows()[0] or EVERYTHING)
-    distance = positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
+    distance = context.positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
     mask = (distance >= 0) & (distance < window)
-    if sequences is not None:
-        mask = mask & (sequences.of[:, :, None] == sequences.of[:, None, :])
+    if context.sequences is not None:
+        mask = mask & (context.sequences.of[:, :, None] == context.sequences.of[:, None, :])
     mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[-2:]))[:, None]  # (B, 1, T, S)
     if config.attention_softcap is None:
         return jax.nn.dot_product_attention(
