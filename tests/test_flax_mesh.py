@@ -37,6 +37,7 @@ from flax_models.model.lora import adapt, adapted_shapes
 from flax_models.model.lora_config import LoraConfig
 from flax_models.model.parameters import name_of
 from flax_models.model.sharding import AXES, ROWS, TABLE, row_axes, spec_of
+from flax_models.train.accounting import DeviceMemory, check_parameters, least_memory, step_memory
 from flax_models.train.checkpoint import Checkpoints
 from flax_models.train.config import RunConfig, TrainConfig
 from flax_models.train.main import _initial_model
@@ -234,12 +235,18 @@ GATHER = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather\(.*op_name=\"([^\"]*)\"")
 def program(*several: dict[str, Any]) -> None:
     """A device gathers the matrices of one layer at a time, again for the backward pass, and never a stack of them."""
     for changes in several:
-        trainer = trainer_on(mesh_of(1, 4, 1), dataclasses.replace(SHAPE, num_layers=3, **changes))
-        text = trainer.compile(4, 16).as_text() or ""
+        config = dataclasses.replace(SHAPE, num_layers=3, **changes)
+        trainer = trainer_on(mesh_of(1, 4, 1), config)
+        compiled = trainer.compile(4, 16)
+        planned, least = step_memory(trainer, compiled), least_memory(trainer, config, 16)
+        assert planned is not None
+        assert (planned.parameters, planned.optimizer) == (least.parameters, least.optimizer)
+        assert least.total < planned.total
+        text = compiled.as_text() or ""
         gathers = [
             (tuple(map(int, sizes.split(","))), name) for sizes, name in GATHER.findall(text) if "shard_map" not in name
         ]
-        layers = 1 if trainer.model(trainer.initial.params).config.scan_layers else 3
+        layers = 1 if config.scan_layers else 3
         for part in ("/jvp(model)/", "/transpose(jvp(model))/"):
             assert sum(part in name for _, name in gathers) == 7 * layers, (changes, part, gathers)
         assert all(len(sizes) == 2 for sizes, _ in gathers), gathers
@@ -357,6 +364,13 @@ def test_what_a_mesh_does_not_divide_is_one_error(
 
     with pytest.raises(RunError, match=message):
         check()
+
+
+def test_parameters_must_fit_on_each_device() -> None:
+    memory = DeviceMemory(4 * SHAPE.parameter_count() // 2, "of a device", True)
+    check_parameters(SHAPE, LoraConfig(), memory, shards=2)
+    with pytest.raises(RunError, match=r"on each of 3 devices, more than the .* of a device"):
+        check_parameters(SHAPE, LoraConfig(), memory._replace(size=memory.size // 2), shards=3)
 
 
 def test_the_table_names_every_matrix() -> None:
