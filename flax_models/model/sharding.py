@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from flax_models.model.parameters import is_stacked, name_of
@@ -75,9 +75,9 @@ def parameter_specs(params: Any) -> Any:
 
 
 def _mesh() -> AbstractMesh | None:
-    """Returns the mesh of the context; None if it has other axes, or a `jax.shard_map` maps them."""
+    """Returns the mesh of the context; None if it has other axes, or explicit ones, or a `jax.shard_map` maps them."""
     mesh = get_abstract_mesh()
-    return mesh if mesh.axis_names == AXES and not mesh.manual_axes else None
+    return mesh if mesh.axis_names == AXES and {*mesh.axis_types} == {AxisType.Auto} else None
 
 
 def row_axes(mesh: Mesh | AbstractMesh, rows: int) -> tuple[str, ...] | None:
