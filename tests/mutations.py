@@ -1800,6 +1800,21 @@ HOSTS_PARALLEL = (
     Mutation("core_triton/hosts/megatron.py", "if output_layer.sequence_parallel:", "if False:", MEGATRON_RANKS),
     Mutation("core_triton/hosts/megatron.py", "if found != needed:", "if False:", OF_MEGATRON),
 )
+OF_MESH = ("tests/test_flax_mesh.py",)
+MESH = (
+    Mutation(
+        "flax_models/model/sharding.py", ' not in ("sharding_constraint", "convert_element_type")', ' != ""', OF_MESH
+    ),
+    Mutation("flax_models/model/sharding.py", 'lax.axis_index("tensor" if gathers_rows else CLASSES)', "0", OF_MESH),
+    Mutation(
+        "flax_models/model/sharding.py", "None if rows % math.prod", "None if False and rows % math.prod", OF_MESH
+    ),
+    Mutation("flax_models/train/mesh.py", "if shape == leaf.shape:", "if False:", OF_MESH),
+    Mutation("flax_models/train/mesh.py", "or name in sizes or", "or", OF_MESH),
+    Mutation("flax_models/train/mesh.py", "if count != len(devices):", "if count > 9:", OF_MESH),
+    Mutation("flax_models/train/checkpoint.py", "sharding=leaf.sharding or device", "sharding=device", OF_MESH),
+    Mutation("flax_models/hub/weights.py", "part.first_row + rows.start,", "part.first_row,", OF_MESH),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
@@ -1809,6 +1824,7 @@ MUTATIONS = (
     *HOSTS_TRL,
     *HOSTS_JAX,
     *HOSTS_PARALLEL,
+    *MESH,
     *DOCTOR,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected

@@ -183,7 +183,7 @@ def load_adapter(model: Decoder, folder: Path) -> None:
             another shape, or holds NaN or inf. The message names the first such tensor.
     """
     for parameter, value in _values(model, folder):
-        parameter.set_value(jnp.asarray(value, parameter.dtype))
+        parameter.set_value(jax.device_put(value.astype(parameter.dtype), parameter[...].sharding))
 
 
 def _values(model: Decoder, folder: Path) -> Iterator[tuple[nnx.Param[jax.Array], np.ndarray]]:

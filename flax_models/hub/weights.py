@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from flax_models.errors import RunError
 from flax_models.hub.config import RUN_FIELDS, read_config, read_object, values_of
 from flax_models.hub.fields import NEUTRAL
 from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder, decoder_shapes
+from flax_models.model.sharding import spec_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -159,12 +162,16 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
             files.check_finite(name)
 
 
-def load(folder: Path | str, *, ignore_config_fields: Collection[str] = (), **changes: Any) -> Decoder:
+def load(
+    folder: Path | str, *, ignore_config_fields: Collection[str] = (), mesh: Mesh | None = None, **changes: Any
+) -> Decoder:
     """Loads the model of a Hugging Face folder.
 
     Args:
         folder: holds config.json and safetensors files.
         ignore_config_fields: names of unknown fields of config.json to ignore.
+        mesh: each device of the mesh gets its part of each parameter, as `flax_models.model.sharding` divides them, and
+            only that is read for it; None: all parameters are on the default device.
         changes: values for these fields of `ModelConfig`: dtype, param_dtype (the dtype of the parameters, whatever
             the dtype of the files; float32 by default), scan_layers, remat, attention_implementation and max_seq_len.
 
@@ -189,7 +196,7 @@ def load(folder: Path | str, *, ignore_config_fields: Collection[str] = (), **ch
         files.check(config)
         files.check_tied(config)
         graph, shapes = nnx.split(decoder_shapes(config))
-        arrays = dict(_read(config, files))
+        arrays = dict(_read(config, files, mesh))
     params = nnx.map_state(lambda path, variable: variable.replace(arrays.pop(path)), shapes)
     assert not arrays, f"arrays that are not parameters of the decoder: {list(arrays)}"
     return nnx.merge(graph, params)
@@ -258,6 +265,10 @@ class _Files:
         """Returns rows of a tensor, by default all."""
         return self._handles[name].get_slice(name)[first:last]
 
+    def block(self, name: str, first: int, last: int, *columns: range) -> np.ndarray:
+        """Returns a block of a tensor: rows, of a matrix only some columns."""
+        return self._handles[name].get_slice(name)[(slice(first, last), *(slice(c.start, c.stop) for c in columns))]
+
     def check_finite(self, name: str) -> None:
         """Raises RunError if a tensor holds NaN or inf."""
         view = self._handles[name].get_slice(name)
@@ -294,18 +305,38 @@ def _first_few(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _read(config: ModelConfig, files: _Files) -> Iterator[tuple[ParameterPath, jax.Array]]:
+def _read(config: ModelConfig, files: _Files, mesh: Mesh | None) -> Iterator[tuple[ParameterPath, jax.Array]]:
     dtype = jnp.dtype(config.param_dtype)
     for part in file_parts(config):
         layers = range(config.num_layers) if part.stacked else [0]
-        shape = part.shape[::-1] if part.transposed else part.shape
-        array = np.empty((len(layers), *shape), dtype)
-        for i in layers:
-            if part.first_row == 0:  # check a fused tensor once
+        if part.first_row == 0:  # check a fused tensor once
+            for i in layers:
                 files.check_finite(part.name.format(i))
-            rows = files.tensor(part.name.format(i), part.first_row, part.first_row + part.shape[0])
-            array[i] = rows.T if part.transposed else rows
-        yield part.path, jnp.asarray(array if part.stacked else array[0])
+        shape = part.shape[::-1] if part.transposed else part.shape
+        if part.stacked:
+            shape = (len(layers), *shape)
+        read = partial(_read_part, files, part, dtype, shape)
+        if mesh is None:
+            yield part.path, jnp.asarray(read((slice(None),) * len(shape)))
+        else:
+            sharding = NamedSharding(mesh, spec_of(".".join(part.path), stacked=part.stacked))
+            # JAX's type of a callback admits None for the index, which it passes for no sharding.
+            callback: Any = read
+            yield part.path, jax.make_array_from_callback(shape, sharding, callback)
+
+
+def _read_part(
+    files: _Files, part: TensorPart, dtype: np.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> np.ndarray:
+    """Returns a block of a parameter of this shape, which the slices of `index` select."""
+    bounds = [range(*one.indices(size)) for one, size in zip(index, shape, strict=True)]
+    layers, inside = (bounds[0], bounds[1:]) if part.stacked else ([0], bounds)
+    array = np.empty((len(layers), *map(len, inside)), dtype)
+    rows, *columns = inside[::-1] if part.transposed else inside
+    for place, i in enumerate(layers):
+        block = files.block(part.name.format(i), part.first_row + rows.start, part.first_row + rows.stop, *columns)
+        array[place] = block.T if part.transposed else block
+    return array if part.stacked else array[0]
 
 
 def save(

@@ -19,6 +19,7 @@ from flax import nnx
 from flax_models.model.attention_choice import explain_attention
 from flax_models.model.config import AttentionImplementation, ModelConfig
 from flax_models.model.rope import rotate
+from flax_models.model.sharding import by_heads
 
 EVERYTHING = 2**30  # a window larger than any position: attention to all earlier positions
 
@@ -149,16 +150,28 @@ class Attention(nnx.Module):
         packed = context.sequences is not None
         implementation = explain_attention(self.config, x.shape[-2], packed=packed).name if unmasked else "xla"
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            if context.sequences is not None and implementation == "cudnn":
-                return _attend_packed(self.config, query, key, value, context.sequences)
+        def attend(
+            query: jax.Array,
+            key: jax.Array,
+            value: jax.Array,
+            sequences: Sequences | None,
+            shared: tuple[jax.Array, jax.Array | None],
+        ) -> jax.Array:
+            if sequences is not None and implementation == "cudnn":
+                return _attend_packed(self.config, query, key, value, sequences)
             if unmasked and not packed:
                 return _attend_whole(self.config, query, key, value, implementation)
-            return _attend_seen(self.config, query, key, value, context, window)
+            positions, window = shared
+            seen = context._replace(positions=positions, sequences=sequences)
+            return _attend_seen(self.config, query, key, value, seen, window)
 
         if self.config.remat == "attention" and implementation == "xla":  # cuDNN stores no scores to rematerialize
             attend = jax.checkpoint(attend, prevent_cse=not self.config.scan_layers)
-        mixed = attend(query, key, value)
+        shared = context.positions, window
+        if slots is None:
+            mixed = by_heads(attend, query, key, value, rows=context.sequences, shared=shared)
+        else:
+            mixed = attend(query, key, value, context.sequences, shared)
         return self.out(mixed.reshape(*x.shape[:-1], -1)), cache
 
 

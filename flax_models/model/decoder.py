@@ -34,6 +34,7 @@ from flax_models.model.attention import (
 )
 from flax_models.model.config import Dtype, ModelConfig
 from flax_models.model.rope import rotary_frequencies, rotary_tables
+from flax_models.model.sharding import by_rows, gathered, gathers, look_up, saves_all_but_gathered
 
 __all__ = ["Block", "Cache", "Decoder", "Dtype", "FeedForward", "ModelConfig", "decoder_shapes"]
 
@@ -179,7 +180,7 @@ class Decoder(nnx.Module):
         sequences: Sequences | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         config = self.config
-        x = jnp.take(self.embedding[...], tokens, axis=0).astype(jnp.dtype(config.dtype))
+        x = look_up(self.embedding[...], tokens, jnp.dtype(config.dtype))
         if config.embedding_scale:
             x = x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
         if config.embedding_multiplier != 1.0:
@@ -215,11 +216,14 @@ class Decoder(nnx.Module):
                 layer_context = context._replace(
                     cos=jnp.where(rotated, context.cos, 1.0), sin=jnp.where(rotated, context.sin, 0.0)
                 )
-            return nnx.merge(graph, params)(x, layer_context, window, slots), None
+            params = gathered(params, jnp.dtype(config.dtype))
+            return nnx.merge(graph, params)(by_rows(x), layer_context, window, slots), None
 
         if config.remat in ("elementwise", "full"):
             policy = _saves_matmuls if config.remat == "elementwise" else None
             step = jax.checkpoint(step, prevent_cse=not config.scan_layers, policy=policy)
+        elif gathers():
+            step = jax.checkpoint(step, prevent_cse=not config.scan_layers, policy=saves_all_but_gathered)
         unroll = 1 if config.scan_layers else config.num_layers
         return jax.lax.scan(step, (x, cache), (params, varying, rotates, layers), unroll=unroll)[0]
 

@@ -102,6 +102,6 @@ def has_gradient(gradients: nnx.State) -> jax.Array:
     """Returns (P,) bool, in the order of `parts_of`: which parts have a nonzero gradient; NaN counts as nonzero."""
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
-        shape = (leaf.shape[0], -1) if is_stacked(path) else (1, -1)
-        found.append(jnp.any(leaf.reshape(shape) != 0, axis=1))
+        # Without a reshape, which would gather an array whose axes are divided over a mesh.
+        found.append(jnp.any(leaf != 0, axis=tuple(range(is_stacked(path), leaf.ndim))).reshape(-1))
     return jnp.concatenate(found)

@@ -21,6 +21,7 @@ not counted.
 Source: Chowdhery et al., "PaLM", 2022, appendix B, which counts attention in full; here, only its causal half counts.
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -129,7 +130,7 @@ def flops_per_token(config: ModelConfig, length: int | np.ndarray, trained: Mapp
 
 
 class Memory(NamedTuple):
-    """Bytes of device memory during a step, according to XLA's memory analysis of the compiled step."""
+    """Bytes of the memory of one device during a step, according to XLA's memory analysis of the compiled step."""
 
     parameters: int
     optimizer: int
@@ -141,8 +142,14 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def _bytes(tree: Any) -> int:
-    return sum(np.size(leaf) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+def device_bytes(tree: Any) -> int:
+    """Returns the bytes of arrays, or of their shapes, that are on one device: of a mesh, the first."""
+
+    def size(leaf: Any) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def step_memory(trainer: Trainer, compiled: jax.stages.Compiled) -> Memory | None:
@@ -157,10 +164,44 @@ def step_memory(trainer: Trainer, compiled: jax.stages.Compiled) -> Memory | Non
         return None
     state = trainer.initial
     return Memory(
-        parameters=_bytes(state.params),
-        optimizer=_bytes(state.optimizer),
-        batch=plan.argument_size_in_bytes - _bytes(state.params) - _bytes(state.optimizer),
+        parameters=device_bytes(state.params),
+        optimizer=device_bytes(state.optimizer),
+        batch=plan.argument_size_in_bytes - device_bytes(state.params) - device_bytes(state.optimizer),
         temporaries=plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes,
+    )
+
+
+class LeastMemory(NamedTuple):
+    """Bytes of the memory of one device that a step needs in any case, by arithmetic."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    gathered: int  # the matrices of one layer, in the dtype of the computation
+    layer_inputs: int  # of all layers, which the backward pass needs with any remat
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def least_memory(trainer: Trainer, config: ModelConfig, tokens: int) -> LeastMemory:
+    """Returns the least memory of a training step, before it is compiled.
+
+    Args:
+        trainer: the trainer, with its `initial` state.
+        config: the model's config.
+        tokens: tokens of a micro-batch on one device.
+    """
+    state, itemsize = trainer.initial, jnp.dtype(config.dtype).itemsize
+    trained, _ = trainer.split(state.params)
+    tensor = 1 if trainer.mesh is None else trainer.mesh.shape["tensor"]
+    return LeastMemory(
+        parameters=device_bytes(state.params),
+        optimizer=device_bytes(state.optimizer),
+        gradients=device_bytes(trained),
+        gathered=_block_parameters(config) // max(config.num_layers, 1) // tensor * itemsize,
+        layer_inputs=config.num_layers * tokens * config.hidden_size * itemsize,
     )
 
 
@@ -187,27 +228,29 @@ MOST_PARAMETERS = 10**13  # more than any model has; the limit on devices whose 
 SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 
 
-def check_parameters(config: ModelConfig, lora: LoraConfig, memory: DeviceMemory | None) -> None:
+def check_parameters(config: ModelConfig, lora: LoraConfig, memory: DeviceMemory | None, *, shards: int = 1) -> None:
     """Checks by arithmetic, before anything is allocated, that a model's parameters can be in memory.
 
     Args:
         config: the model's config.
         lora: options of its adapters.
         memory: the memory of the device, from `device_memory`; None: unknown.
+        shards: number of devices among which the parameters are divided.
 
     Raises:
         RunError: the parameters need more than the memory, or there are more than MOST_PARAMETERS. The message has the
             sizes of the model as options.
     """
     count = config.parameter_count() + lora.parameter_count(config)
-    size = count * jnp.dtype(config.param_dtype).itemsize
+    size = count * jnp.dtype(config.param_dtype).itemsize // shards
     if count <= MOST_PARAMETERS and (memory is None or size <= memory.size):
         return
     sizes = {name: getattr(config, name) for name in SIZES} | ({"lora_rank": lora.lora_rank} if lora.lora_rank else {})
     shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in sizes.items())
     limit = "the memory" if memory is None else f"the {describe_bytes(memory.size)} {memory.whose}"
     raise RunError(
-        f"the model is too large: its {count:,} parameters need {describe_bytes(size)}, more than {limit}, got {shown}"
+        f"the model is too large: its {count:,} parameters need {describe_bytes(size)}"
+        f"{'' if shards == 1 else f' on each of {shards} devices'}, more than {limit}, got {shown}"
     )
 
 

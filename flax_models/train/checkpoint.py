@@ -110,7 +110,9 @@ class Checkpoints:
         `skipped` has messages about later, damaged checkpoints.
 
         Args:
-            like: a state with the same shapes and dtypes; its leaves may be `jax.ShapeDtypeStruct`.
+            like: a state with the same shapes and dtypes; its leaves may be `jax.ShapeDtypeStruct`. An array is read
+                to where that of `like` is, which may be another mesh than the one that wrote the checkpoint, and to
+                the first device if `like` has no sharding.
             step: read the checkpoint of this step instead.
             allow_older: use an older checkpoint if the latest is damaged.
 
@@ -156,7 +158,7 @@ class Checkpoints:
         args = self._ocp.args
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), like._asdict()
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), like._asdict()
         )
         restored = self._manager.restore(
             step, args=args.Composite(state=args.StandardRestore(shapes), sampler=args.JsonRestore())

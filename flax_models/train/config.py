@@ -16,6 +16,7 @@ from flax_models.errors import RunError
 from flax_models.model.config import MOST, ModelConfig
 from flax_models.model.families import PUBLISHED
 from flax_models.model.lora_config import LoraConfig
+from flax_models.train.mesh import mesh_sizes
 
 if TYPE_CHECKING:
     type ConfigName = str
@@ -31,7 +32,9 @@ SEEDS = 2**32  # JAX uses the lowest 32 bits: larger seeds would repeat the resu
 
 # Options that may differ between a run and its continuation, because they do not affect the trained model. The text may
 # have another path; its hash must be the same.
-FREE_ON_RESUME = frozenset({"resume", "runs", "name", "data", "log_every", "prompt", "sample_tokens", "profile"})
+FREE_ON_RESUME = frozenset(
+    {"resume", "runs", "name", "data", "log_every", "prompt", "sample_tokens", "profile", "mesh"}
+)
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,9 @@ class RunConfig:
     resume: bool = False
     """Continue a run from its last checkpoint with its original options. On the CPU, the results are bit-for-bit those
     of an uninterrupted run; on a GPU, they are if both runs use XLA_FLAGS=--xla_gpu_deterministic_ops=true."""
+    mesh: str | None = None
+    """Sizes of the axes over which all devices are divided, such as data=2,fsdp=2,tensor=1 (docs/scale.md); the others
+    have size 1; none: one device. With --resume, it may be another mesh than before."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     prompt: str = ""
@@ -187,6 +193,8 @@ class RunConfig:
             )
         if self.weights is None and self.lora.adapter is not None:
             raise ValueError(f"--adapter requires the --weights that it was trained on, got only {self.lora.adapter}")
+        if self.mesh is not None:
+            mesh_sizes(self.mesh)
         check_seed(self.seed)
         if not 0 <= self.sample_tokens <= MOST_SAMPLE_TOKENS:
             raise ValueError(f"--sample-tokens must be in [0, {MOST_SAMPLE_TOKENS:,}], got {self.sample_tokens}")

@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     """The flops of a token, and the device's peak."""
 
     flops_per_token: float
-    peak: float | None  # flops/s; None if unknown
+    peak: float | None  # flops/s of all devices; None if unknown
 
 
 class RunParts(NamedTuple):
@@ -183,7 +183,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
             with clock.part("tracing"):
                 parts.tracer.before(step)
             with clock.part("data"):
-                batch = jax.device_put(parts.sampler.next())
+                batch = parts.trainer.put(parts.sampler.next())
             first = step == start + 1
             with clock.part("first step" if first else "dispatch"):
                 state, metrics = parts.trainer.step(state, batch)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 
 from flax_models.data.batches import Sampler
@@ -35,11 +36,13 @@ from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.lora import adapt, adapted_shapes
 from flax_models.model.sampling import generate
 from flax_models.train.accounting import (
+    LeastMemory,
     check_parameters,
     describe_bytes,
     device_memory,
     device_peak,
     flops_per_token,
+    least_memory,
     step_memory,
 )
 from flax_models.train.arguments import check_shape, parse
@@ -47,6 +50,14 @@ from flax_models.train.baselines import Baselines
 from flax_models.train.checkpoint import Checkpoints
 from flax_models.train.config import RunConfig, TrainConfig
 from flax_models.train.loop import Cost, RunParts, train
+from flax_models.train.mesh import (
+    check_sizes,
+    check_vocabulary,
+    loss_of_device,
+    made_on,
+    make_mesh,
+    parameter_shards,
+)
 from flax_models.train.metrics import MetricsLog, read_rows
 from flax_models.train.optimizers import learning_rate_schedule
 from flax_models.train.plot import plot_losses
@@ -94,9 +105,12 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
     # tensors of --weights do not have is a fault of the folder, not of the options.
     if config.weights is not None and not resumed:
         check_tensors(config.weights, config.model)
-    check_parameters(config.model, config.lora, device_memory(jax.devices()[0]))
+    mesh = None if config.mesh is None else make_mesh(config.mesh)
+    check_parameters(config.model, config.lora, device_memory(jax.devices()[0]), shards=parameter_shards(mesh))
     _attention(config.model, packed=False)
     train_config = config.train.with_rows(config.model.max_seq_len)
+    if mesh is not None:
+        check_sizes(mesh, config.model, train_config.batch_size // train_config.accumulate)
     folder = resumed or new_folder(config)
     status.folder = resumed
     with ExitStack() as stack:
@@ -112,6 +126,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
             check_adapter(config.lora.adapter, config.model, config.lora)
         text = read_text(config, resumed, display)
         model_config = text.vocabulary.fit(config.model)
+        if mesh is not None:
+            check_vocabulary(mesh, model_config)
         length = model_config.max_seq_len
         data = make_data(text, train_config, length, config.seed, model_config.vocab_size)
         stack.callback(data.sampler.close)
@@ -119,8 +135,11 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
             display.fact(label, fact)
 
         from_checkpoint = resumed is not None and has_checkpoint(folder, train_config)
-        model = adapted_shapes(model_config, config.lora) if from_checkpoint else _initial_model(config, model_config)
-        trainer = Trainer(model, train_config, config.lora)
+        if from_checkpoint:
+            model = adapted_shapes(model_config, config.lora)
+        else:
+            model = _initial_model(config, model_config, mesh)
+        trainer = Trainer(model, train_config, config.lora, mesh)
         del model  # frees its device memory
         cost = _describe_costs(trainer, model_config, train_config, data, display, traceable=config.profile)
         display.fact(
@@ -142,7 +161,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         state = _restore(trainer, data.sampler, checkpoints, display) if from_checkpoint else trainer.initial
         if resumed and not from_checkpoint:
             display.fact("continued", "from the beginning, because the run has no checkpoint")
-        state = jax.device_put(state, jax.devices()[0])  # like a restored state, so that both use one compiled step
+        if mesh is None:
+            state = jax.device_put(state, jax.devices()[0])  # like a restored state, so that both use one compiled step
         del trainer.initial  # frees its device memory
         start = int(state.step)
         if resumed:
@@ -174,7 +194,9 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         loss = trainer.held_out_loss(params, data.held_out)
         _report(loss, data, display)
         display.line()
-        display.line(_sample(trainer.model(params), text, config))
+        with trainer.context():
+            sample = _sample(trainer.model(params), text, config)
+        display.line(sample)
         seconds = time.monotonic() - began
         result = {
             "held_out_loss": loss,
@@ -200,18 +222,23 @@ def _hold(stack: ExitStack, lock: RunLock, display: Display) -> None:
         )
 
 
-def _initial_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
+def _initial_model(config: RunConfig, model_config: ModelConfig, mesh: Mesh | None) -> Decoder:
     """Returns the initial model: random or loaded from --weights, with adapters if requested."""
-    rngs = nnx.Rngs(config.seed)
-    if config.weights is None:
+
+    def drawn() -> Decoder:
+        rngs = nnx.Rngs(config.seed)
         model = Decoder(model_config, rngs=rngs)
-    else:
-        ignored = config.ignore_config_fields
-        # Checked again, because the folder may have changed since a run without a checkpoint was started.
-        check_shape(model_config, config.weights, ignored)
-        how = {name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)}
-        model = load(config.weights, ignore_config_fields=ignored, **how)
-    adapt(model, config.lora, rngs)
+        adapt(model, config.lora, rngs)
+        return model
+
+    if config.weights is None:
+        return drawn() if mesh is None else made_on(mesh, drawn)
+    ignored = config.ignore_config_fields
+    # Checked again, because the folder may have changed since a run without a checkpoint was started.
+    check_shape(model_config, config.weights, ignored)
+    how = {name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)}
+    model = load(config.weights, ignore_config_fields=ignored, mesh=mesh, **how)
+    adapt(model, config.lora, nnx.Rngs(config.seed))
     if config.lora.adapter is not None:
         load_adapter(model, config.lora.adapter)
     return model
@@ -236,13 +263,24 @@ def _describe_costs(
         "model",
         f"{parameters:,} parameters, {100 * trainable / parameters:.3g}% trainable, on {device.device_kind}",
     )
+    devices = 1
+    if trainer.mesh is not None:
+        devices = trainer.mesh.size
+        sizes = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
+        display.fact("mesh", f"{sizes}, of {devices} devices")
     attention = _attention(config, packed=data.columns is not None)
     display.fact("attention", f"{attention.name}: {attention.reason}")
     rows = train_config.batch_size // train_config.accumulate * length
-    hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
     head: Any = nnx.eval_shape(trainer.head, trainer.model(trainer.initial.params))
-    chosen = explain(hidden, head)
+    classes, axes = head.shape[0], None
+    if trainer.mesh is not None:
+        rows, classes, axes = loss_of_device(trainer.mesh, rows, classes)
+    hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
+    head = jax.ShapeDtypeStruct((classes, config.hidden_size), head.dtype)
+    chosen = explain(hidden, head, vocab_axis_name=axes)
     display.fact("loss", f"jax_pallas, {chosen.name}: {chosen.reason}")
+    if trainer.mesh is not None:
+        _check_least(least_memory(trainer, config, rows), device, display)
     if device.platform == "gpu":
         if DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
             repeats = f"bit for bit, because of XLA_FLAGS={DETERMINISTIC}"
@@ -250,12 +288,25 @@ def _describe_costs(
             repeats = f"up to rounding; for bit-for-bit repeats, set XLA_FLAGS={DETERMINISTIC}"
         display.fact("repeats", repeats)
     _compile(trainer, (train_config.batch_size, length, data.columns), display, traceable=traceable)
-    cost = Cost(flops_per_token(config, data.lengths, trainer.trained), device_peak(device.device_kind))
-    if cost.peak is None:
+    peak = device_peak(device.device_kind)
+    if peak is None:
         display.fact("throughput", f"in FLOP/s, not MFU: the peak of {device.device_kind} is unknown")
     else:
-        display.fact("throughput", f"MFU relative to {cost.peak / 1e12:,.0f} TFLOP/s, the device's dense bf16 peak")
-    return cost
+        times = "" if devices == 1 else f"{devices} times "
+        display.fact("throughput", f"MFU relative to {times}{peak / 1e12:,.0f} TFLOP/s, the device's dense bf16 peak")
+    return Cost(flops_per_token(config, data.lengths, trainer.trained), None if peak is None else devices * peak)
+
+
+def _check_least(memory: LeastMemory, device: Any, display: Display) -> None:
+    """Prints the least memory of a device; raises RunError if it exceeds the memory that JAX may use."""
+    details = ", ".join(f"{name.replace('_', ' ')} {describe_bytes(size)}" for name, size in memory._asdict().items())
+    needed, found = f"at least {describe_bytes(memory.total)} on each device", device_memory(device)
+    display.fact("estimate", f"{needed}: {details}")
+    if found is not None and found.limit and memory.total > found.size:
+        raise RunError(
+            f"a step needs {needed}, more than the {describe_bytes(found.size)} {found.whose}; {LESS_MEMORY}, "
+            f"or more devices along fsdp"
+        )
 
 
 def _compile(trainer: Trainer, shape: tuple[int, int, int | None], display: Display, *, traceable: bool) -> None:

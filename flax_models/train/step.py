@@ -1,6 +1,7 @@
 """The training step and the held-out loss as compiled functions of pytrees."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -9,15 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from flax_models.data.batches import IGNORED, Batch, padded
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora_config import LoraConfig
 from flax_models.model.parameters import has_gradient, is_adapter, name_of, names_that_train, parts_of
+from flax_models.model.sharding import by_rows
 from flax_models.train.config import TrainConfig
+from flax_models.train.mesh import batch_placement, loss_axes, put_batch, state_placements, with_placements
 from flax_models.train.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
 from flax_models.train.profile import TRACEABLE
-from jax_pallas import linear_cross_entropy
+from jax_pallas import linear_cross_entropy, sharded
 
 
 class TrainState(NamedTuple):
@@ -54,6 +59,7 @@ class Trainer:
             has only shapes and dtypes.
         config: options of the optimizer and of the loss.
         lora: options with which the model was adapted (`flax_models.model.lora.adapt`); None: it has no adapters.
+        mesh: devices over which the state and the batches are divided (`flax_models.train.mesh`); None: one device.
 
     Attributes:
         initial: the state before the first step; `del` it when it is no longer needed, to free its memory.
@@ -68,7 +74,10 @@ class Trainer:
         ValueError: the model has adapters and `lora` has rank 0, or the model has none and `lora` has a rank.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, model: Decoder, config: TrainConfig, lora: LoraConfig | None = None, mesh: Mesh | None = None
+    ) -> None:
+        self.mesh = mesh
         self._graph, params = nnx.split(model)
         lora = LoraConfig() if lora is None else lora
         self._optimizer = make_optimizer(config, lora.lora_plus_ratio)
@@ -83,15 +92,39 @@ class Trainer:
         check_optimizer(config, self.split(params)[0])
         self._averaged = jax.jit(partial(averaged, config))
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-        self.initial = jax.eval_shape(self._init, params) if abstract else self._init(params)
+        if mesh is None:
+            self.initial = jax.eval_shape(self._init, params) if abstract else self._init(params)
+            placements, everywhere = None, None
+        else:
+            shapes, everywhere = jax.eval_shape(self._init, params), NamedSharding(mesh, P())
+            placements = state_placements(mesh, shapes)
+            self.initial = with_placements(shapes, placements) if abstract else self._init_on(placements, params)
         trained = self.split(params)[0]
         self.parts = tuple(parts_of(trained))
         self.trained = {name_of(path): np.size(leaf) for path, leaf in nnx.to_flat_state(trained)}
         # keep_unused, because XLA's memory analysis does not count unused arguments otherwise.
-        self._jitted = jax.jit(self._step, donate_argnums=0, keep_unused=True)
+        self._jitted = jax.jit(
+            self._step,
+            donate_argnums=0,
+            keep_unused=True,
+            out_shardings=None if mesh is None else (placements, everywhere),
+        )
         self._compiled: jax.stages.Compiled | None = None
         self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = self._call_step
-        self._loss_sum = jax.jit(self._negative_log_likelihood)
+        self._loss_sum = jax.jit(self._negative_log_likelihood, out_shardings=everywhere)
+        self._linear_cross_entropy: Callable[..., Any] = linear_cross_entropy
+        if mesh is not None:
+            self._linear_cross_entropy = partial(sharded.linear_cross_entropy, **loss_axes(mesh))
+
+    def _init_on(self, placements: TrainState, params: nnx.State) -> TrainState:
+        """Returns the state before the first step, each array created where it is placed."""
+        params = jax.device_put(params, placements.params)
+        optimizer = jax.jit(self._optimizer.init, out_shardings=placements.optimizer)(self.split(params)[0])
+        return TrainState(params, optimizer, jax.device_put(np.zeros((), np.int32), placements.step))
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Returns the context in which the model is divided over the mesh, if there is one."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def _init(self, params: nnx.State) -> TrainState:
         return TrainState(params, self._optimizer.init(self.split(params)[0]), jnp.zeros((), jnp.int32))
@@ -124,7 +157,7 @@ class Trainer:
         """Returns the sum of a batch's losses divided by `counted`."""
         hidden, model = self._hidden(params, batch)
         with jax.named_scope("loss"):
-            return linear_cross_entropy(
+            return self._linear_cross_entropy(
                 hidden,
                 self.head(model),
                 jnp.asarray(batch.targets),
@@ -139,7 +172,7 @@ class Trainer:
     def _negative_log_likelihood(self, params: nnx.State, batch: Batch) -> jax.Array:
         """Returns the sum over a batch's counted tokens, without z-loss and label smoothing."""
         hidden, model = self._hidden(params, batch)
-        return linear_cross_entropy(
+        return self._linear_cross_entropy(
             hidden,
             self.head(model),
             jnp.asarray(batch.targets),
@@ -163,7 +196,7 @@ class Trainer:
         if rows % self._config.accumulate:
             raise ValueError(f"batch must have a multiple of {self._config.accumulate} rows (accumulate), got {rows}")
         micro_batches = jax.tree.map(
-            lambda leaf: jnp.asarray(leaf).reshape(self._config.accumulate, -1, leaf.shape[-1]), batch
+            lambda leaf: by_rows(jnp.asarray(leaf).reshape(self._config.accumulate, -1, leaf.shape[-1]), axis=1), batch
         )
 
         def add(carry: tuple[jax.Array, nnx.State], micro: Batch) -> tuple[tuple[jax.Array, nnx.State], None]:
@@ -187,7 +220,9 @@ class Trainer:
 
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
         """Returns the mean loss in nats per token, without z-loss and label smoothing; waits for the device."""
-        sums = [self._loss_sum(params, batch) for batch in jax.device_put(padded(windows, self._config.batch_size))]
+        batches = [self.put(batch) for batch in padded(windows, self._config.batch_size)]
+        with self.context():
+            sums = [self._loss_sum(params, batch) for batch in batches]
         return float(np.sum(jax.device_get(sums), dtype=np.float64) / windows.counted)
 
     def compile(
@@ -205,15 +240,29 @@ class Trainer:
             traceable: disable CUDA graphs, so that a trace names each operation. This takes more kernel launches.
         """
         if self._compiled is None:
-            tokens: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-            lengths: Any = None if sequences is None else jax.ShapeDtypeStruct((rows, sequences), jnp.int32)
-            state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.initial)
-            lowered = self._jitted.lower(state, Batch(tokens, tokens, lengths))
+            placed = None if self.mesh is None else batch_placement(self.mesh, rows)
+            tokens: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=placed)
+            lengths: Any = (
+                None if sequences is None else jax.ShapeDtypeStruct((rows, sequences), jnp.int32, sharding=placed)
+            )
+            state = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=None if self.mesh is None else leaf.sharding
+                ),
+                self.initial,
+            )
+            with self.context():
+                lowered = self._jitted.lower(state, Batch(tokens, tokens, lengths))
             self._compiled = lowered.compile(TRACEABLE if traceable else None)
         return self._compiled
 
     def _call_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        return (self._jitted if self._compiled is None else self._compiled)(state, batch)
+        with self.context():
+            return (self._jitted if self._compiled is None else self._compiled)(state, batch)
+
+    def put(self, batch: Batch) -> Batch:
+        """Puts a batch on the device, or its rows on those of the mesh."""
+        return put_batch(self.mesh, batch)
 
     def model(self, params: nnx.State) -> Decoder:
         """Returns the model with these parameters."""

@@ -1,0 +1,174 @@
+"""The mesh of a run: its sizes, what they must divide, and where the training state and the batches are.
+
+`flax_models.model.sharding` has the table of the parameters. An array of the optimizer that has the name and the shape
+of a parameter is divided as it; all others, such as Adafactor's averages over rows and columns, are on every device.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_models.data.batches import Batch
+from flax_models.errors import RunError
+from flax_models.model.config import ModelConfig
+from flax_models.model.decoder import Decoder
+from flax_models.model.parameters import name_of
+from flax_models.model.sharding import AXES, CLASSES, ROWS, parameter_specs, row_axes
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Returns the size of each axis of a mesh, 1 for those that the text does not name.
+
+    Raises:
+        ValueError: an axis is unknown or named twice, or a size is no positive integer.
+
+    Example:
+        >>> mesh_sizes("data=2,fsdp=4")
+        {'data': 2, 'fsdp': 4, 'tensor': 1}
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not equals or name not in AXES or name in sizes or not size.isascii() or not size.isdigit() or not int(size):
+            raise ValueError(
+                f"--mesh must give each of the axes {', '.join(AXES)} at most one positive size, "
+                f"such as data=2,fsdp=4, got {text!r}"
+            )
+        sizes[name] = int(size)
+    return {name: sizes.get(name, 1) for name in AXES}
+
+
+def make_mesh(text: str) -> Mesh:
+    """Returns the mesh of all devices with the sizes of `mesh_sizes`; raises RunError if these are not all devices."""
+    sizes, devices = mesh_sizes(text), jax.devices()
+    count = math.prod(sizes.values())
+    if count != len(devices):
+        raise RunError(
+            f"--mesh must have the {len(devices)} {devices[0].platform} devices of this run, got {text!r} with {count}"
+        )
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_sizes(mesh: Mesh, config: ModelConfig, rows: int) -> None:
+    """Raises RunError, which names the option, unless the axes of a mesh divide a model and its batches.
+
+    Args:
+        mesh: the mesh.
+        config: the model's config; its vocabulary is left to `check_vocabulary`.
+        rows: rows of a micro-batch.
+    """
+    for name, size, axes in (
+        ("--batch-size divided by --accumulate", rows, ROWS),
+        ("--hidden-size", config.hidden_size, ("fsdp",)),
+        ("--num-heads", config.num_heads, ("tensor",)),
+        ("--num-kv-heads", config.num_kv_heads, ("tensor",)),
+        ("--intermediate-size", config.intermediate_size, ("tensor",)),
+    ):
+        _check_divides(mesh, name, size, axes)
+
+
+def check_vocabulary(mesh: Mesh, config: ModelConfig) -> None:
+    """Raises RunError unless the axes of a mesh divide the vocabulary of a model."""
+    _check_divides(mesh, "the vocabulary's size", config.vocab_size, CLASSES)
+
+
+def _check_divides(mesh: Mesh, name: str, size: int, axes: tuple[str, ...]) -> None:
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    if size % count:
+        sizes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
+        raise RunError(f"{name} must be a multiple of {count} with this --mesh ({sizes}), got {size}")
+
+
+def made_on(mesh: Mesh, make: Callable[..., Decoder], *arrays: Any) -> Decoder:
+    """Returns the decoder that a function makes, with each parameter created where the table says.
+
+    Args:
+        mesh: the mesh.
+        make: returns a decoder; it is traced.
+        arrays: arguments of `make`.
+    """
+    graph, shapes = nnx.split(nnx.eval_shape(make, *arrays))
+    made = jax.jit(lambda *arrays: nnx.split(make(*arrays))[1], out_shardings=_placed(mesh, parameter_specs(shapes)))
+    return nnx.merge(graph, made(*arrays))
+
+
+def state_placements(mesh: Mesh, state: Any) -> Any:
+    """Returns the sharding of each array of a training state, `flax_models.train.step.TrainState`."""
+    specs = jax.tree.leaves(parameter_specs(state.params), is_leaf=lambda spec: isinstance(spec, P))
+    leaves = jax.tree_util.tree_flatten_with_path(state.params)[0]
+    found = {name_of(path): (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
+
+    def spec_of(path: tuple[Any, ...], leaf: Any) -> P:
+        words = name_of(path).split(".")
+        for first in range(len(words)):
+            shape, spec = found.get(".".join(words[first:]), (None, P()))
+            if shape == leaf.shape:
+                return spec
+        return P()
+
+    # The names of the parameters are among those of the state, so one rule is enough.
+    return _placed(mesh, jax.tree_util.tree_map_with_path(spec_of, state))
+
+
+def with_placements(shapes: Any, placements: Any) -> Any:
+    """Returns the shapes of arrays with their shardings."""
+    return jax.tree.map(
+        lambda leaf, placed: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes, placements
+    )
+
+
+def _placed(mesh: Mesh, specs: Any) -> Any:
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda spec: isinstance(spec, P))
+
+
+def batch_placement(mesh: Mesh, rows: int) -> NamedSharding:
+    """Returns the sharding of the arrays of a batch."""
+    return NamedSharding(mesh, P(row_axes(mesh, rows)))
+
+
+def put_batch(mesh: Mesh | None, batch: Batch) -> Batch:
+    """Puts a batch on the devices: on each its rows, of the batch that every process has whole."""
+    if mesh is None:
+        return jax.device_put(batch)
+    sharding = batch_placement(mesh, len(batch.tokens))
+
+    def put(array: np.ndarray) -> Any:
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, batch)
+
+
+def parameter_shards(mesh: Mesh | None) -> int:
+    """Returns among how many devices the matrices of a model are divided."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in CLASSES)
+
+
+def loss_axes(mesh: Mesh) -> dict[str, Any]:
+    """Returns the arguments of `jax_pallas.sharded` for a mesh. An axis of one device divides no classes."""
+    vocab, fsdp = (name if mesh.shape[name] > 1 else None for name in CLASSES)
+    return {"mesh": mesh, "batch_axis_names": ROWS, "vocab_axis_name": vocab, "fsdp_axis_name": fsdp}
+
+
+def loss_of_device(mesh: Mesh, tokens: int, classes: int) -> tuple[int, int, tuple[str, ...] | None]:
+    """Returns the shapes of the loss that a device computes, for `jax_pallas.explain`.
+
+    Args:
+        mesh: the mesh.
+        tokens: of a micro-batch.
+        classes: V.
+
+    Returns:
+        (tokens, classes, the axes that divide the classes or None). If the tokens of all devices along fsdp are not
+        fewer than the classes, these devices gather the head.
+    """
+    of_device = tokens // math.prod(mesh.shape[name] for name in ROWS)
+    fsdp = mesh.shape["fsdp"]
+    divided = ("tensor",) if of_device * fsdp >= classes else CLASSES
+    axes = tuple(name for name in divided if mesh.shape[name] > 1)
+    return of_device, classes // math.prod(mesh.shape[name] for name in axes), axes or None

@@ -1,0 +1,423 @@
+"""Tests training on a mesh: the same curve on any number of devices, parameters and their state divided as the table
+says, and what a program gathers.
+
+Tests that need several devices run this file in a separate process, because the number of CPU devices must be set
+before JAX starts.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from flax_runs import SMALL, learned, start, write_texts
+from host_devices import failures_of, run_named
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from random_decoder import random_decoder
+
+from flax_models.data.batches import Batch
+from flax_models.errors import RunError
+from flax_models.hub import weights
+from flax_models.hub.adapter_folder import read_adapter_config, save_adapter
+from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
+from flax_models.model.lora import adapt, adapted_shapes
+from flax_models.model.lora_config import LoraConfig
+from flax_models.model.parameters import name_of
+from flax_models.model.sharding import AXES, ROWS, TABLE, row_axes, spec_of
+from flax_models.train.accounting import DeviceMemory, check_parameters, least_memory, step_memory
+from flax_models.train.checkpoint import Checkpoints
+from flax_models.train.config import RunConfig, TrainConfig
+from flax_models.train.main import _initial_model
+from flax_models.train.mesh import check_sizes, check_vocabulary, made_on, make_mesh, mesh_sizes
+from flax_models.train.step import Trainer, TrainState
+
+SHAPE = ModelConfig(280, 16, 2, 4, 2, 8, 24, 16)
+UNTIED = dataclasses.replace(SHAPE, tie_embeddings=False, attention_bias=True, attention_out_bias=True)
+MESHES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+BOUND = 1e-5  # of a loss in float32, relative to the largest
+
+
+def mesh_of(data: int, fsdp: int, tensor: int) -> Mesh:
+    devices = jax.devices()[: data * fsdp * tensor]
+    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def trainer_on(
+    mesh: Mesh | None, config: ModelConfig = SHAPE, lora: LoraConfig | None = None, **options: Any
+) -> Trainer:
+    lora = LoraConfig() if lora is None else lora
+
+    def make() -> Decoder:
+        rngs = nnx.Rngs(0)
+        model = Decoder(config, rngs=rngs)
+        adapt(model, lora, rngs)
+        return model
+
+    values: dict[str, Any] = {"steps": 50, "batch_size": 4, "warmup_steps": 2, "learning_rate": 1e-2, **options}
+    return Trainer(make() if mesh is None else made_on(mesh, make), TrainConfig(**values), lora, mesh)
+
+
+def batch_of(step: int, *, classes: int = SHAPE.vocab_size, packed: bool = False) -> Batch:
+    generator = np.random.default_rng(step)
+    tokens = (
+        generator.integers(classes, size=(4, 1)) + np.arange(17) * generator.integers(1, 4, size=(4, 1))
+    ) % classes
+    targets = np.where(generator.random((4, 16)) < 0.2, -100, tokens[:, 1:])  # not as many on every device
+    lengths = np.array([[16, 0, 0], [9, 7, 0], [3, 8, 5], [1, 15, 0]], np.int32) if packed else None
+    return Batch(tokens[:, :-1].astype(np.int32), targets.astype(np.int32), lengths)
+
+
+def run(
+    trainer: Trainer, steps: int, *, begin: TrainState | None = None, first: int = 0, packed: bool = False
+) -> tuple[np.ndarray, TrainState]:
+    """Returns the losses and gradient norms (steps, 2) of steps, and the state after them."""
+    state = trainer.initial if begin is None else begin
+    found: list[tuple[float, float]] = []
+    classes = trainer.model(trainer.initial.params).config.vocab_size
+    for step in range(first, first + steps):
+        state, metrics = trainer.step(state, trainer.put(batch_of(step, classes=classes, packed=packed)))
+        found.append((float(metrics.loss), float(metrics.grad_norm)))
+    return np.array(found), state
+
+
+def assert_same(got: np.ndarray, want: np.ndarray, bound: float = BOUND) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound * np.abs(want).max())
+
+
+def same_curve(meshes: list[tuple[int, int, int]], steps: int, *, packed: bool = False, **options: Any) -> None:
+    one = trainer_on(None, **options)
+    want, state = run(one, steps, packed=packed)
+    classes = options.get("config", SHAPE).vocab_size
+    held_out = one.held_out_loss(one.evaluated(state), batch_of(99, classes=classes))
+    for sizes in meshes:
+        trainer = trainer_on(mesh_of(*sizes), **options)
+        got, state = run(trainer, steps, packed=packed)
+        assert_same(got, want)
+        assert (
+            abs(trainer.held_out_loss(trainer.evaluated(state), batch_of(99, classes=classes)) - held_out)
+            < BOUND * held_out
+        )
+
+
+def places() -> None:
+    """No device holds more than its part of a matrix or of the optimizer's state, from the first state on."""
+    mesh = mesh_of(1, 2, 2)
+    trainer = trainer_on(mesh, UNTIED)
+    _, after = run(trainer, 1)
+    fresh = trainer_on(mesh, UNTIED).initial
+    for state in (fresh, after):
+        number = 0
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+            part = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            name = name_of(path)
+            if name.endswith((".kernel", "embedding", "head")):
+                number += 1
+                assert part * 4 == leaf.size, name
+            elif name.endswith(("query.bias", "key.bias", "value.bias")):
+                assert part * 2 == leaf.size, name
+            assert leaf.committed, name
+        assert number == 3 * 9  # parameters, and two averages of each
+
+
+def restored() -> None:
+    """A checkpoint of one mesh is read to the devices of another, and to one device."""
+    saved = trainer_on(mesh_of(2, 2, 1)).initial
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
+        checkpoints.save(1, saved, {})
+        for mesh in (mesh_of(1, 1, 2), None):
+            like = Trainer(decoder_shapes(SHAPE), TrainConfig(batch_size=4), None, mesh).initial
+            state, _ = checkpoints.restore(like)
+            for found, want, wanted in zip(*map(jax.tree.leaves, (state, saved, like)), strict=True):
+                np.testing.assert_array_equal(found, want)
+                assert found.sharding == (wanted.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        checkpoints.close()
+
+
+def other_mesh() -> None:
+    """A checkpoint of 4 devices continues on 2, on 1 and on 4 again, with the same curve."""
+    want, _ = run(trainer_on(None), 8)
+    with tempfile.TemporaryDirectory() as folder:
+        state, got = None, []
+        for step, sizes in ((0, (2, 2, 1)), (2, (1, 1, 2)), (4, None), (6, (1, 4, 1))):
+            mesh = None if sizes is None else mesh_of(*sizes)
+            checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
+            if step:
+                trainer = Trainer(decoder_shapes(SHAPE), trainer_on(None)._config, None, mesh)
+                state, _ = checkpoints.restore(trainer.initial)
+                for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(trainer.initial), strict=True):
+                    assert mesh is None or leaf.sharding == like.sharding
+            else:
+                trainer = trainer_on(mesh)
+            losses, state = run(trainer, 2, begin=state, first=step)
+            got.append(losses)
+            checkpoints.save(step + 2, state, {})
+            checkpoints.close()
+    assert_same(np.concatenate(got), want)
+
+
+def repeats() -> None:
+    """On one mesh, two runs are equal bit for bit, and so is one that continues from a checkpoint."""
+    mesh = mesh_of(2, 2, 1)
+    want, _ = run(trainer_on(mesh), 4)
+    again, _ = run(trainer_on(mesh), 4)
+    np.testing.assert_array_equal(again, want)
+    _, state = run(trainer_on(mesh), 2)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
+        checkpoints.save(2, state, {})
+        trainer = Trainer(decoder_shapes(SHAPE), trainer_on(mesh)._config, None, mesh)
+        state, _ = checkpoints.restore(trainer.initial)
+        checkpoints.close()
+    rest, _ = run(trainer, 2, begin=state, first=2)
+    np.testing.assert_array_equal(rest, want[2:])
+
+
+def weights_by_shard() -> None:
+    """Each device gets its part of each tensor of a folder, and no more of it is read at once."""
+    config = dataclasses.replace(SHAPE, family="phi3", tie_embeddings=False)
+    model = random_decoder(config)
+    read: list[int] = []
+    block = weights._Files.block
+
+    def recorded(self: Any, *arguments: Any) -> np.ndarray:
+        found = block(self, *arguments)
+        read.append(found.size)
+        return found
+
+    with tempfile.TemporaryDirectory() as folder:
+        weights.save(model, Path(folder) / "model")
+        with mock.patch.object(weights._Files, "block", recorded):
+            loaded = weights.load(Path(folder) / "model", mesh=mesh_of(1, 2, 2))
+    assert max(read) == 280 * 16 // 4
+    ours, theirs = (dict(nnx.to_flat_state(nnx.state(each, nnx.Param))) for each in (loaded, model))
+    for path, leaf in ours.items():
+        np.testing.assert_array_equal(leaf[...], theirs[path][...])
+        assert leaf[...].sharding.spec == spec_of(name_of(path), stacked=path[0] == "blocks")
+
+
+def fine_tuning() -> None:
+    """A model of a folder with adapters, of another folder or new ones, trains as on one device."""
+    model = random_decoder(UNTIED)
+    with tempfile.TemporaryDirectory() as place:
+        folder, adapters = Path(place) / "model", Path(place) / "adapters"
+        weights.save(model, folder)
+        adapt(model, ADAPTERS["dora"], nnx.Rngs(3))
+        query: Any = model.blocks.attention.query
+        query.lora_b[...] += 0.1
+        save_adapter(model, adapters, base=folder)
+        for lora in (ADAPTERS["dora"], read_adapter_config(adapters)):
+            config = RunConfig(config=None, weights=folder, lora=lora)
+            curves = []
+            for mesh in (None, mesh_of(1, 2, 2)):
+                loaded = _initial_model(config, UNTIED, mesh)
+                trainer = Trainer(loaded, TrainConfig(batch_size=4, warmup_steps=2), lora, mesh)
+                curves.append(run(trainer, 3)[0])
+            assert_same(curves[1], curves[0])
+
+
+GATHER = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather\(.*op_name=\"([^\"]*)\"")
+
+
+def program(*several: dict[str, Any]) -> None:
+    """A device gathers the matrices of one layer at a time, again for the backward pass, and never a stack of them."""
+    for changes in several:
+        config = dataclasses.replace(SHAPE, num_layers=3, **changes)
+        trainer = trainer_on(mesh_of(1, 4, 1), config)
+        compiled = trainer.compile(4, 16)
+        planned, least = step_memory(trainer, compiled), least_memory(trainer, config, 16)
+        assert planned is not None
+        assert (planned.parameters, planned.optimizer) == (least.parameters, least.optimizer)
+        assert least.total < planned.total
+        text = compiled.as_text() or ""
+        gathers = [
+            (tuple(map(int, sizes.split(","))), name) for sizes, name in GATHER.findall(text) if "shard_map" not in name
+        ]
+        layers = 1 if config.scan_layers else 3
+        for part in ("/jvp(model)/", "/transpose(jvp(model))/"):
+            assert sum(part in name for _, name in gathers) == 7 * layers, (changes, part, gathers)
+        assert all(len(sizes) == 2 for sizes, _ in gathers), gathers
+        assert len(gathers) == 14 * layers
+
+
+OPTIMIZERS = ("muon", "schedule_free_adamw", "adafactor")
+ADAPTERS = {
+    "lora": LoraConfig(lora_rank=3),
+    "dora": LoraConfig(lora_rank=3, dora=True, lora_targets=("query", "out", "down"), unfreeze=("head", "norms")),
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "few classes": {"config": dataclasses.replace(SHAPE, vocab_size=20)},  # gathers the embedding and the head
+    "untied": {"config": UNTIED},
+    "packed": {"packed": True},
+    "accumulate": {"batch_size": 4, "accumulate": 2},
+    "freeze": {"freeze": ("embedding", "attention")},
+    "loss options": {"z_loss_weight": 1e-3, "label_smoothing": 0.1},
+    "windows": {"config": dataclasses.replace(SHAPE, sliding_window=5, window_pattern=(True, False))},
+    "softcap": {"config": dataclasses.replace(SHAPE, attention_softcap=2.0, logit_softcap=3.0)},
+    "norms": {"config": dataclasses.replace(SHAPE, joint_query_key_norm=True, post_norms=True)},
+    **{f"optimizer {name}": {"optimizer": name} for name in OPTIMIZERS},
+    **{name: {"lora": lora, "config": UNTIED} for name, lora in ADAPTERS.items()},
+    **{
+        f"remat {remat}, scan {scan}": {"config": dataclasses.replace(SHAPE, remat=remat, scan_layers=scan)}
+        for remat in ("none", "attention", "elementwise", "full")
+        for scan in (True, False)
+    },
+}
+
+
+def command() -> None:
+    """The command trains on a mesh, stops, and continues on another one, as on one device."""
+    options = ["--num-kv-heads=2", "--batch-size=4", "--sample-tokens=2"]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        write_texts(place / "data")
+        assert start(place, "one", *options) == 0
+        assert start(place, "mesh", *options, "--mesh=fsdp=2,tensor=2") == 0
+        assert start(place, "both", *options, "--mesh=data=4", "--steps=4") == 0
+        assert start(place, "both", *options, "--mesh=data=2,tensor=2", "--resume") == 0
+        one, mesh, both = (learned(place / "runs" / name) for name in ("one", "mesh", "both"))
+    for row, other in zip(one, mesh, strict=True):
+        assert row.keys() == other.keys()
+        assert all(abs(row[name] - other[name]) < 1e-4 for name in row), (row, other)
+    assert [row["step"] for row in both] == [row["step"] for row in one]
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "places": places,
+    "other mesh": other_mesh,
+    "weights": weights_by_shard,
+    "restored": restored,
+    "repeats": repeats,
+    "fine-tuning": fine_tuning,
+    "program": partial(program, {}),
+    "programs": partial(
+        program, {"remat": "full"}, {"remat": "elementwise"}, {"remat": "attention", "scan_layers": False}
+    ),
+    "command": command,
+    "quick": partial(same_curve, [(1, 2, 2)], 3),
+    **{f"50 steps {sizes}": partial(same_curve, [sizes], 50) for sizes in MESHES},
+    **{name: partial(same_curve, [(1, 2, 2), (2, 1, 2)], 5, **changes) for name, changes in CHANGES.items()},
+}
+QUICK = ("places", "weights", "quick", "restored", "program")
+
+
+@pytest.fixture(scope="module")
+def failures(request: pytest.FixtureRequest) -> dict[str, str]:
+    return failures_of(request)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHECKS]
+)
+def test_on_a_mesh(failures: dict[str, str], name: str) -> None:
+    assert name not in failures, failures[name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "data", "data=", "data=0", "data=-1", "data=2.0", "rows=2", "data=2,data=2", "data=2;fsdp=2", "data=\u00b2"],
+)
+def test_a_wrong_mesh_is_one_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--mesh must give each of the axes data, fsdp, tensor .* got "):
+        mesh_sizes(text)
+
+
+def test_a_mesh_has_all_devices() -> None:
+    with pytest.raises(RunError, match=r"--mesh must have the 1 cpu devices of this run, got 'data=2,fsdp=3' with 6"):
+        make_mesh("data=2,fsdp=3")
+    assert dict(make_mesh("tensor=1").shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "rows", "message"),
+    [
+        ((2, 3, 1), {"hidden_size": 18}, 4, "--batch-size divided by --accumulate must be a multiple of 6 .* got 4"),
+        ((1, 3, 1), {}, 6, "--hidden-size must be a multiple of 3 .*fsdp 3.* got 16"),
+        ((1, 1, 3), {}, 4, "--num-heads must be a multiple of 3 .*tensor 3.* got 4"),
+        ((1, 1, 4), {}, 4, "--num-kv-heads must be a multiple of 4 .* got 2"),
+        ((1, 1, 2), {"intermediate_size": 25}, 4, "--intermediate-size must be a multiple of 2 .* got 25"),
+        ((1, 2, 2), {"vocab_size": 282}, 4, "the vocabulary's size must be a multiple of 4 .* got 282"),
+    ],
+)
+def test_what_a_mesh_does_not_divide_is_one_error(
+    sizes: tuple[int, int, int], changes: dict[str, int], rows: int, message: str
+) -> None:
+    mesh: Any = AbstractMesh(sizes, AXES)
+    config = dataclasses.replace(SHAPE, **changes)
+
+    def check() -> None:
+        check_sizes(mesh, config, rows)
+        check_vocabulary(mesh, config)
+
+    with pytest.raises(RunError, match=message):
+        check()
+
+
+def test_parameters_must_fit_on_each_device() -> None:
+    memory = DeviceMemory(4 * SHAPE.parameter_count() // 2, "of a device", True)
+    check_parameters(SHAPE, LoraConfig(), memory, shards=2)
+    with pytest.raises(RunError, match=r"on each of 3 devices, more than the .* of a device"):
+        check_parameters(SHAPE, LoraConfig(), memory._replace(size=memory.size // 2), shards=3)
+
+
+def test_the_table_names_every_matrix() -> None:
+    lora = LoraConfig(lora_rank=2, dora=True)
+    found = set()
+    for config in (UNTIED, dataclasses.replace(UNTIED, joint_query_key_norm=True, post_norms=True)):
+        for path, leaf in nnx.to_flat_state(nnx.state(adapted_shapes(config, lora), nnx.Param)):
+            name = name_of(path)
+            spec = spec_of(name, stacked=path[0] == "blocks")
+            if spec:
+                assert len(spec) == len(leaf.shape), name
+                found.add(name if name in TABLE else ".".join(name.split(".")[-2:]))
+            else:
+                vector = name.endswith((".scale", "out.bias", "out.lora_magnitude", "down.lora_magnitude"))
+                assert vector, name
+    assert found | {"gate.bias", "up.bias"} == {*TABLE}  # which no family has
+
+
+def test_one_row_is_on_all_devices() -> None:
+    mesh: Any = AbstractMesh((2, 2, 1), AXES)
+    assert row_axes(mesh, 8) == ROWS
+    assert row_axes(mesh, 1) is None
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_fewer_devices(tmp_path: Path) -> None:
+    """4 -> 2 -> 1 devices, each from the checkpoint of step 6: the same steps 7 and 8."""
+    write_texts(tmp_path / "data")
+    places = ["--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"), "--name", "run"]
+    options = [*places, *SMALL, "--num-kv-heads=2", "--batch-size=4", "--sample-tokens=2"]
+    rows = []
+    for devices, mesh in ((4, "data=2,fsdp=2"), (2, "tensor=2"), (1, "data=1")):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+        environment = {**os.environ, "XLA_FLAGS": flags, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "flax_models.train", *options, "--mesh", mesh, *["--resume"] * bool(rows)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"of {devices} devices" in done.stdout
+        assert not rows or "from step 6" in done.stdout
+        rows.append(learned(tmp_path / "runs" / "run"))
+        shutil.rmtree(tmp_path / "runs" / "run" / "checkpoints" / "8")
+    for other in rows[1:]:
+        assert [row["step"] for row in other] == [row["step"] for row in rows[0]]
+        for row, same in zip(other, rows[0], strict=True):
+            assert row.keys() == same.keys()
+            assert all(math.isclose(row[name], same[name], rel_tol=BOUND) for name in row), (row, same)
+
+
+if __name__ == "__main__":
+    run_named(CHECKS)
