@@ -14,11 +14,11 @@ WIDTH = 120  # of the lines of a page
 NOT_YET = "Not measured yet."
 NAMES = {
     "plain": "as it is",
-    "compiled": "torch.compile",
+    "compiled": "compiled",
     "liger": "Liger",
     "ours": "ours",
     "ours+liger": "ours, Liger's other kernels",
-    "ours+compiled": "ours, torch.compile",
+    "ours+compiled": "ours, compiled",
 }
 GIB = 2**30
 
