@@ -277,9 +277,7 @@ def test_tables_have_the_rows_and_say_which_bars_they_miss(tmp_path: Path, capsy
     path.write_text(json.dumps({"device": "H200", "versions": {"torch": "1"}, "rows": rows}))
     tables.main(["--hosts", "--json", str(path)])
     out = capsys.readouterr().out
-    assert out.startswith(
-        "H200, torch 1, at 0123456:\n\n| transformers, sequences x tokens | as it is | compiled |"
-    )
+    assert out.startswith("H200, torch 1, at 0123456:\n\n| transformers, sequences x tokens | as it is | compiled |")
     cells = "1,000/s, 9.00 GiB | - | 1,500/s (1.50 x), 4.00 GiB | failed | - | 3,000/s (3.00 x), 5.00 GiB |"
     assert f"| qwen2.5-0.5b, 16 x 512 | {cells}\n" in out
     assert "| GRPO, loss, qwen2.5-0.5b, 16 x 512 | 1,000/s, 2.00 GiB | 1,450/s (1.45 x), 1.50 GiB |" in out

@@ -30,8 +30,8 @@ Packing = Literal["windows", "best_fit", "none"]
 MOST_SAMPLE_TOKENS = 1_000_000  # the random keys of all tokens are made at once
 SEEDS = 2**32  # JAX uses the lowest 32 bits: larger seeds would repeat the results of smaller ones
 
-# Options that may differ between a run and its continuation, because they do not affect the trained model. The text may
-# have another path; its hash must be the same.
+# Options that may differ between a run and its continuation, because they do not affect the trained model, but for the
+# rounding of another mesh. The text may have another path; its hash must be the same.
 FREE_ON_RESUME = frozenset(
     {"resume", "runs", "name", "data", "log_every", "prompt", "sample_tokens", "profile", "mesh"}
 )
@@ -166,8 +166,8 @@ class RunConfig:
     """Continue a run from its last checkpoint with its original options. On the CPU, the results are bit-for-bit those
     of an uninterrupted run; on a GPU, they are if both runs use XLA_FLAGS=--xla_gpu_deterministic_ops=true."""
     mesh: str | None = None
-    """Sizes of the axes over which all devices are divided, such as data=2,fsdp=2,tensor=1 (docs/scale.md); the others
-    have size 1; none: one device. With --resume, it may be another mesh than before."""
+    """Sizes of the axes of the mesh, such as data=2,fsdp=2,tensor=1, whose product is the number of devices; the others
+    have size 1 (docs/scale.md); none: one device. With --resume, it may be another mesh than before."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     prompt: str = ""

@@ -78,7 +78,10 @@ from flax_models.train.task_data import Data, Text, make_data, read_text
 from jax_pallas import explain
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no autotuning of kernels
-LESS_MEMORY = "to reduce it, use a larger --accumulate, --remat full, or a smaller --batch-size or --max-seq-len"
+LESS_MEMORY = (
+    "to reduce it, use a larger --accumulate, --remat full, a smaller --batch-size or --max-seq-len, or more devices "
+    "(--mesh)"
+)
 
 
 @dataclass
@@ -111,6 +114,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
     train_config = config.train.with_rows(config.model.max_seq_len)
     if mesh is not None:
         check_sizes(mesh, config.model, train_config.batch_size // train_config.accumulate)
+        if config.weights is not None:
+            check_vocabulary(mesh, config.model, "of --weights")
     folder = resumed or new_folder(config)
     status.folder = resumed
     with ExitStack() as stack:
@@ -127,7 +132,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         text = read_text(config, resumed, display)
         model_config = text.vocabulary.fit(config.model)
         if mesh is not None:
-            check_vocabulary(mesh, model_config)
+            check_vocabulary(mesh, model_config, "--vocab-size" if config.tokenizer is None else "of --tokenizer")
         length = model_config.max_seq_len
         data = make_data(text, train_config, length, config.seed, model_config.vocab_size)
         stack.callback(data.sampler.close)
@@ -304,8 +309,7 @@ def _check_least(memory: LeastMemory, device: Any, display: Display) -> None:
     display.fact("estimate", f"{needed}: {details}")
     if found is not None and found.limit and memory.total > found.size:
         raise RunError(
-            f"a step needs {needed}, more than the {describe_bytes(found.size)} {found.whose}; {LESS_MEMORY}, "
-            f"or more devices along fsdp"
+            f"a step needs {needed}, more than the {describe_bytes(found.size)} {found.whose}; {LESS_MEMORY}"
         )
 
 
@@ -324,7 +328,8 @@ def _compile(trainer: Trainer, shape: tuple[int, int, int | None], display: Disp
         display.fact("memory", f"not reported by {device.platform} devices")
         return
     details = ", ".join(f"{name} {describe_bytes(size)}" for name, size in memory._asdict().items())
-    display.fact("memory", f"{describe_bytes(memory.total)} per step: {details}")
+    of_device = "" if trainer.mesh is None else " on each device"
+    display.fact("memory", f"{describe_bytes(memory.total)} per step{of_device}: {details}")
     if found is None:
         return
     relation = "MORE THAN" if memory.total > found.size else "of"
