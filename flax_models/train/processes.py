@@ -8,6 +8,7 @@ one, with a long log. So each process is also connected to process 0, and these 
 `Peers` then prints one line, and ends all processes at once. Without an error, each process says that it leaves.
 """
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -297,10 +298,8 @@ class Peers:
             self._exit(status)
 
     def _tell(self, index: int, word: str) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it is lost, which its listener notices
             self._connections[index].sendall(f"{word}\n".encode())
-        except OSError:  # it is lost, which its listener notices
-            pass
 
     def _exit(self, status: int) -> NoReturn:
         sys.stdout.flush()
