@@ -182,6 +182,7 @@ def test_a_killed_process_ends_the_other_with_one_line(two: TwoProcesses, place:
     line = f"error: process 1 of 2 was lost; --resume continues from the checkpoint of step {saved}\n"
     assert two.errors()[0] == line
     assert "of 4 devices" in two.out(0).read_text()
+    assert len([*two.folder.glob("events.*")]) == 1
     assert re.sub(r"\[Gloo\].*\n", "", two.out(1).read_text()) == ""
     rows = learned(two.folder)
     assert start(place, "one", *DIVISIBLE, *two.options) == 0
