@@ -9,7 +9,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import jax
 import pytest
-from flax_runs import SMALL, learned, run_alone, start
+from flax_runs import SMALL, learned, run_alone
 
 from flax_models.errors import RunError
 from flax_models.train.checkpoint import steps_in
@@ -26,7 +27,11 @@ from flax_models.train.metrics import read_rows
 from flax_models.train.processes import Launch, find_launch
 
 DIVISIBLE = ["--num-kv-heads=2", "--batch-size=4"]
-BOUND = 1e-5  # of a loss in float32, relative
+DEVICES = 4
+BOUND = 1e-5  # of a loss in float32, over SAME_STEPS: another number of processes adds in another order
+SAME_STEPS = 50
+RUNS = (("two", 2), ("undisturbed", 2), ("one", 1))  # names, and numbers of processes
+QUICK = ("--eval-every=0", "--sample-tokens=0")
 WITHIN = 30  # seconds in which the others end after one is killed
 TORCHRUN = {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
@@ -88,35 +93,38 @@ def test_the_options_of_a_process_are_not_those_of_its_run() -> None:
         RunConfig(coordinator="a:1")
 
 
-def run_process(options: list[str], compiled: str, cache: str, out: Path, err: Path) -> None:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+def run_process(devices: int, options: list[str], compiled: str, cache: str, out: Path, err: Path) -> None:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     jax.config.update("jax_disable_most_optimizations", True)
     run_alone(options, compiled, cache, out, err)
 
 
-class TwoProcesses:
-    """A run in two processes, which is started again until it is finished."""
+class Run:
+    """A run in one process or two, which is started again until it is finished."""
 
-    def __init__(self, place: Path, name: str, *options: str) -> None:
-        self.place, self.folder, self.options = place, place / "runs" / name, options
+    def __init__(self, place: Path, name: str, count: int, *options: str) -> None:
+        self.place, self.folder, self.count, self.options = place, place / "runs" / name, count, options
         self.processes: list[ForkServerProcess] = []
 
     def launch(self, *of_last: str) -> None:
         """Starts the processes, the last one with more options."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
         options = ["--runs", str(self.folder.parent), "--name", self.folder.name]
         if self.folder.exists():
             options.append("--resume")
         else:
             options += ["--data", str(self.place / "data"), *SMALL, *DIVISIBLE, "--mesh=data=2,fsdp=2", *self.options]
-        options += [f"--coordinator=127.0.0.1:{port}", "--process-count=2"]
+        if self.count > 1:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            options += [f"--coordinator=127.0.0.1:{port}", f"--process-count={self.count}"]
         self.processes = []
-        for index in range(2):
+        for index in range(self.count):
+            self.out(index).unlink(missing_ok=True)
             cache = (jax.config.jax_compilation_cache_dir, str(self.place / "cache"))
-            arguments = [*options, f"--process-id={index}", *(of_last if index else ())]
+            arguments = [*options, *([f"--process-id={index}"] if self.count > 1 else ()), *(of_last if index else ())]
             process = get_context("forkserver").Process(
-                target=run_process, args=(arguments, *cache, self.out(index), self.err(index))
+                target=run_process,
+                args=(DEVICES // self.count, arguments, *cache, self.out(index), self.err(index)),
             )
             process.start()
             self.processes.append(process)
@@ -128,16 +136,23 @@ class TwoProcesses:
         return self.place / f"{self.folder.name}.{index}.err"
 
     def errors(self) -> list[str]:
-        """Returns what each process has written to stderr, without JAX's log."""
-        lines = [self.err(index).read_text().splitlines(keepends=True) for index in range(2)]
+        """Returns what each process has written to stderr, without warnings of JAX."""
+        lines = [self.err(index).read_text().splitlines(keepends=True) for index in range(self.count)]
         return ["".join(line for line in part if not re.match(r"[WE]\d{4} ", line)) for part in lines]
 
-    def after_row(self, step: int) -> None:
-        """Waits until the metrics have the row of a step, or a process has ended."""
-        while all(process.is_alive() for process in self.processes):
-            if self.folder.exists() and any(row["step"] >= step for row in read_rows(self.folder)):
-                return
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition is true, or a process has ended."""
+        while all(process.is_alive() for process in self.processes) and not condition():
             time.sleep(0.01)
+
+    def has_row(self, step: int) -> bool:
+        return self.folder.exists() and any(row["step"] >= step for row in read_rows(self.folder))
+
+    def has_saved_after(self, step: int) -> bool:
+        return max(steps_in(self.folder / "checkpoints"), default=0) > step
+
+    def has_joined(self) -> bool:
+        return self.out(0).exists() and "corpus" in self.out(0).read_text()
 
     def codes(self) -> list[int | None]:
         """Waits for the end of the processes, and returns their exit statuses."""
@@ -146,34 +161,41 @@ class TwoProcesses:
             process.join(max(0.0, ending - time.monotonic()))
         return [process.exitcode for process in self.processes]
 
-    def finish(self) -> None:
+    def finish(self) -> list[dict]:
+        """Runs to the end, and returns the rows of the metrics."""
         self.launch()
-        for process in self.processes:
-            process.join()
-        assert ([process.exitcode for process in self.processes], self.errors()) == ([0, 0], ["", ""])
+        assert (self.codes(), self.errors()) == ([0] * self.count, [""] * self.count)
+        return learned(self.folder)
 
 
 @pytest.fixture
-def two(place: Path) -> Iterator[TwoProcesses]:
+def started(place: Path) -> Iterator[Callable[..., Run]]:
+    """Returns a function that makes runs, whose processes end with the test."""
     get_context("forkserver").set_forkserver_preload(
         ["flax_models.train.main", "flax_runs", "orbax.checkpoint", "tyro", "test_flax_processes"]
     )
-    run = TwoProcesses(place, "two", "--log-every=1", "--eval-every=0", "--sample-tokens=0")
-    yield run
-    for process in run.processes:
-        process.kill()
+    runs: list[Run] = []
+
+    def make(name: str, count: int, *options: str) -> Run:
+        runs.append(Run(place, name, count, "--log-every=1", *options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        for process in run.processes:
+            process.kill()
 
 
 def assert_same(rows: list[dict], others: list[dict]) -> None:
-    assert len(rows) == len(others)
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys()
         assert all(abs(row[name] - other[name]) <= BOUND * max(abs(row[name]), 1) for name in row), (row, other)
 
 
-def test_a_killed_process_ends_the_other_with_one_line(two: TwoProcesses, place: Path) -> None:
+def test_a_killed_process_ends_the_other_with_one_line(started: Callable[..., Run]) -> None:
+    two = started("two", 2, *QUICK)
     two.launch()
-    two.after_row(5)
+    two.wait_for(lambda: two.has_row(5))
     two.processes[1].kill()
     began = time.monotonic()
     assert two.codes() == [1, -signal.SIGKILL], two.errors()
@@ -185,56 +207,75 @@ def test_a_killed_process_ends_the_other_with_one_line(two: TwoProcesses, place:
     assert len([*two.folder.glob("events.*")]) == 1
     assert re.sub(r"\[Gloo\].*\n", "", two.out(1).read_text()) == ""
     rows = learned(two.folder)
-    assert start(place, "one", *DIVISIBLE, *two.options) == 0
-    assert_same(rows, learned(place / "runs" / "one")[: len(rows)])
+    assert_same(rows, started("one", 1, *QUICK).finish()[: len(rows)])
 
 
 @pytest.mark.slow
-def test_processes_stop_after_the_same_step_and_continue_with_the_same_curve(two: TwoProcesses, place: Path) -> None:
-    two.options = ("--log-every=1", "--sample-tokens=4", "--steps=200", "--checkpoint-every=150")
+def test_processes_stop_after_the_same_step_and_continue_with_the_same_curve(started: Callable[..., Run]) -> None:
+    options = ("--sample-tokens=4", "--steps=200", "--checkpoint-every=150")
+    one, two, undisturbed = (
+        started("one", 1, *options),
+        started("two", 2, *options),
+        started("undisturbed", 2, *options),
+    )
     two.launch()
-    two.after_row(5)
+    two.wait_for(lambda: two.has_row(5))
     assert two.processes[1].pid is not None
     os.kill(two.processes[1].pid, signal.SIGTERM)
     assert two.codes() == [143, 143], two.errors()
     (saved,) = steps_in(two.folder / "checkpoints")
     stopped = f"stopped by SIGTERM: step {saved} of 200 is saved; --resume continues from it\n"
     assert two.errors() == [stopped, ""]
-    assert len(learned(two.folder)) >= saved
-    two.finish()
+    rows = two.finish()
     assert f"from step {saved}" in two.out(0).read_text()
-    assert start(place, "one", *DIVISIBLE, *two.options) == 0
-    assert_same(learned(two.folder), learned(place / "runs" / "one"))
+    assert rows == undisturbed.finish()
+    whole = one.finish()
+    assert [row["step"] for row in rows] == [row["step"] for row in whole]
+    same = [sum(row["step"] <= SAME_STEPS for row in part) for part in (rows, whole)]
+    assert_same(rows[: same[0]], whole[: same[1]])
+    outputs = [re.sub(r"\[Gloo\].*\n", "", run.out(0).read_text()) for run in (two, undisturbed)]
+    samples = [text[text.index("sample:") :].splitlines()[:2] for text in outputs]
+    assert samples[0] == samples[1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_whose_processes_are_killed_ten_times_has_the_same_curve(two: TwoProcesses, place: Path) -> None:
-    """A random process is killed at a random time."""
-    two.options = ("--log-every=1", "--sample-tokens=4", "--steps=50", "--checkpoint-every=2")
+def test_a_run_whose_processes_are_killed_ten_times_has_the_same_curve(started: Callable[..., Run]) -> None:
+    """A random process is killed at a random time after it has joined the other, often during a checkpoint."""
+    options = ("--sample-tokens=0", f"--steps={SAME_STEPS}", "--checkpoint-every=2")
+    one, two, undisturbed = (
+        started("one", 1, *options),
+        started("two", 2, *options),
+        started("undisturbed", 2, *options),
+    )
     seed = time.time_ns() % 1_000_000
     print(f"seed {seed}")  # shown when the test fails
     moments = random.Random(seed)
-    for number in range(10):
+    saved: list[int] = []
+    for saving in (False, True) * 5:
         two.launch()
-        two.after_row(max(steps_in(two.folder / "checkpoints"), default=0) + moments.randint(0, 4))
-        time.sleep(moments.uniform(0, 0.2))
+        two.wait_for(two.has_joined)
+        if saving:
+            two.wait_for(partial(two.has_saved_after, max(saved, default=0)))
+        time.sleep(moments.uniform(0, 0.2 if saving else 3))
         killed = moments.randrange(2)
         two.processes[killed].kill()
         began = time.monotonic()
         codes = two.codes()
         assert time.monotonic() - began < WITHIN
-        assert codes[killed] == -signal.SIGKILL, (number, two.errors())
-        assert codes[1 - killed] == (1 if killed else codes[1 - killed]) != 0, (number, two.errors())
-        # JAX aborts the others at once if process 0 is lost, perhaps before the line is printed.
+        assert codes[killed] == -signal.SIGKILL, two.errors()
+        # JAX aborts the others at once if process 0 is lost, perhaps before they print the line.
+        aborted = killed == 0 and codes[1] == -signal.SIGABRT
         lost = f"error: process {killed} of 2 was lost; "
-        assert lost in two.errors()[1 - killed] or (killed == 0 and codes[1] == -signal.SIGABRT), (number, two.errors())
-    two.finish()
-    assert start(place, "one", *DIVISIBLE, *two.options) == 0
-    assert_same(learned(two.folder), learned(place / "runs" / "one"))
+        assert aborted or (codes[1 - killed] == 1 and lost in two.errors()[1 - killed]), (codes, two.errors())
+        saved = steps_in(two.folder / "checkpoints")
+    rows = two.finish()
+    assert rows == undisturbed.finish()
+    assert_same(rows, one.finish())
 
 
-def test_a_process_with_other_options_is_one_error(two: TwoProcesses) -> None:
+def test_a_process_with_other_options_is_one_error(started: Callable[..., Run]) -> None:
+    two = started("two", 2)
     two.launch("--seed=1")
     assert two.codes() == [1, 1]
     error = "error: the options must be the same on all processes, but process 1 has another than 0\n"

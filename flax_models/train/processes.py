@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,6 +29,7 @@ HEARTBEAT = 15  # seconds without a sign of life after which JAX ends all proces
 KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2))  # a host that is lost: after 15 seconds
 CONNECTING = 60.0  # seconds for all processes to connect to process 0
 GRACE = 2.0  # seconds in which another process may report the cause of an error, or the same error
+ENDING = 0.5  # seconds in which the others end before process 0 and JAX's service, without which JAX aborts them
 MOST_BYTES = 4096  # of a text that process 0 tells all others
 
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -263,7 +265,7 @@ class Peers:
         if what == "end":
             self._exit(int(text))
         if what == "error":
-            threading.Event().wait(GRACE)  # process 0 may be about to report the same error
+            time.sleep(GRACE)  # process 0 may be about to report the same error
             self._end(f"error: process {index} of {self._count}: {text}", 1)
         self._end(f"error: process {index} of {self._count} was lost; {self._advice()}", 1)
 
@@ -295,6 +297,8 @@ class Peers:
             print(line, file=sys.stderr, flush=True)
             for index in self._connections:
                 self._tell(index, f"end {status}")
+            if self._index == 0:
+                time.sleep(ENDING)
             self._exit(status)
 
     def _tell(self, index: int, word: str) -> None:
