@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -27,6 +28,8 @@ from flax_models.errors import RunError
 
 HEARTBEAT = 15  # seconds without a sign of life after which JAX ends all processes
 KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2))  # a host that is lost: after 15 seconds
+JOINING = 300  # seconds for all processes to start
+QUIET = 20.0  # seconds without all processes after which a line says so
 CONNECTING = 60.0  # seconds for all processes to connect to process 0
 GRACE = 2.0  # seconds in which another process may report the cause of an error, or the same error
 ENDING = 0.5  # seconds in which the others end before process 0 and JAX's service, without which JAX aborts them
@@ -186,6 +189,10 @@ def join(launch: Launch, advice: Callable[[], str]) -> "Peers":
         RunError: the processes cannot be joined.
     """
     _, coordinator, count, index, local = launch
+    note = f"waiting for the other processes ({launch.origin}); JAX aborts this one after {JOINING // 60} minutes"
+    waiting = threading.Timer(QUIET, partial(print, note, file=sys.stderr, flush=True))
+    waiting.daemon = True
+    waiting.start()
     try:
         jax.distributed.initialize(
             coordinator,
@@ -193,10 +200,13 @@ def join(launch: Launch, advice: Callable[[], str]) -> "Peers":
             index,
             local,
             cluster_detection_method=None if coordinator is None else "deactivate",
+            initialization_timeout=JOINING,
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     except (RuntimeError, ValueError, TypeError, OSError) as error:
         raise RunError(f"cannot join the other processes ({launch.origin}): {_first_line(error)}") from None
+    finally:
+        waiting.cancel()
     return Peers(advice)
 
 
