@@ -1815,6 +1815,27 @@ MESH = (
     Mutation("flax_models/train/checkpoint.py", "sharding=leaf.sharding or device", "sharding=device", OF_MESH),
     Mutation("flax_models/hub/weights.py", "part.first_row + rows.start,", "part.first_row,", OF_MESH),
 )
+OF_PROCESSES = ("tests/test_flax_processes.py",)
+PROCESSES = (
+    Mutation("flax_models/train/processes.py", "None if size is not None and", "None if False and", OF_PROCESSES),
+    Mutation(
+        "flax_models/train/processes.py",
+        "if missing := [name for name in TORCHRUN",
+        "if [name for name in ()",
+        OF_PROCESSES,
+    ),
+    Mutation("flax_models/train/processes.py", 'if what == "end":', "if False:", OF_PROCESSES),
+    Mutation("flax_models/train/processes.py", "(digests != digests[0])", "(digests != digests)", OF_PROCESSES),
+    Mutation("flax_models/train/processes.py", "was lost; {self._advice()}", "was lost", OF_PROCESSES),
+    Mutation("flax_models/train/main.py", "quiet=peers is not None and not is_first()", "quiet=False", OF_PROCESSES),
+    Mutation("flax_models/train/main.py", "if first else NoMetrics()", "if True else NoMetrics()", OF_PROCESSES),
+    Mutation(
+        "flax_models/train/config.py",
+        "asdict(config).items() if name not in OF_PROCESS",
+        "asdict(config).items()",
+        OF_PROCESSES,
+    ),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
@@ -1825,6 +1846,7 @@ MUTATIONS = (
     *HOSTS_JAX,
     *HOSTS_PARALLEL,
     *MESH,
+    *PROCESSES,
     *DOCTOR,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
