@@ -77,7 +77,7 @@ def test_cases_are_within_their_budgets(name: str) -> None:
 
 
 EDGES = [case for case in cases() if "saved" in case.name]
-QUICK_EDGES = ("edge-saved-tight-fp16", "edge-log_probs-saved-bf16")
+QUICK_EDGES = ("edge-saved-tight-fp16",)  # rows that do not count are among those of a quick call in bfloat16
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,14 @@ def test_memory_is_within_both_budgets(function: str, n: int) -> None:
     [
         ("none", "chunked"),
         pytest.param("log_probs", "chunked", marks=pytest.mark.slow),
-        ("none", "pallas_triton"),
-        pytest.param("log_probs", "pallas_triton", marks=pytest.mark.slow),
+        pytest.param("none", "pallas_triton", marks=pytest.mark.slow),
+        ("log_probs", "pallas_triton"),
     ],
 )
 def test_rows_that_do_not_count_change_nothing(function: str, implementation: str) -> None:
-    """An ignored row under an upstream gradient of NaN, and a row of NaN and one without a class under one of 0."""
-    dtype: Any = "float32" if implementation == "chunked" else {"none": "bfloat16", "log_probs": "float16"}[function]
+    """An ignored row under an upstream gradient of NaN, and a row of NaN and one without a class under one of 0. The
+    others have the gradients of a call in float32 that saves nothing."""
+    dtype: Any = "float32" if implementation == "chunked" else {"none": "float16", "log_probs": "bfloat16"}[function]
     arrays, upstream = problem(13, 16, 128, dtype=dtype), np.linspace(0.5, 2.0, 13, dtype=np.float32)
     options: dict[str, Any] = {"saved_budget": ALL, "implementation": implementation}
 
@@ -182,6 +183,8 @@ def test_rows_that_do_not_count_change_nothing(function: str, implementation: st
     kept = [row for row in range(13) if row not in (1, 4, 7)]
     ignored = arrays | {"target": replaced(arrays["target"], [1, 4, 7], -100)}
     want = run(ignored, jnp.asarray(upstream))
+    in_float32 = {name: np.asarray(ignored[name], np.float32) for name in ARGUMENTS}
+    assert_close(want, gradients(function, ignored | in_float32, upstream=upstream), 4e-3 if dtype != "float32" else 1e-5)
     arrays["input"] = replaced(arrays["input"], [1, 4], np.nan)
     arrays["target"] = replaced(arrays["target"], [1, 7], [-100, 199])
     got = run(arrays, replaced(upstream, [1, 4, 7], [np.nan, 0, 0]))
