@@ -130,16 +130,24 @@ def results(function: str, rows: Sequence[int], budget: int | None = None, kept:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    "function", ["token_loss", *(pytest.param(name, marks=SLOW) for name in ("log_probs", "none"))]
+    ("function", "budget"),
+    [
+        ("token_loss", FEW_ROWS),  # one program
+        *(pytest.param(name, None, marks=SLOW) for name in ("token_loss", "log_probs", "none")),
+    ],
 )
-def test_a_row_has_the_same_bits_among_any_rows(function: str) -> None:
+def test_a_row_has_the_same_bits_among_any_rows(function: str, budget: int | None) -> None:
     everything, half = [*range(N)], jnp.asarray(np.random.default_rng(1).random(N) < 0.5)
     budgeted = {"memory_budget": FEW_ROWS, "implementation": "pallas_triton", "batch_invariant": True}
     assert explain(*drawn()[:2], **budgeted).plan.chunks.rows < N
-    want = results(function, everything)
+    want = results(function, everything, budget)
     for name, rows, options in (
         # As many rows as before, which need no other programs. Those of chunks have fewer rows.
-        ("a repaired row and some others, in another order", [38, *range(37, 5, -1), *range(5), 0, 1], {}),
+        (
+            "a repaired row and some others, in another order",
+            [38, *range(37, 5, -1), *range(5), 0, 1],
+            {"budget": budget},
+        ),
         ("in other chunks, half of them ignored", everything, {"budget": FEW_ROWS, "kept": half}),
     ):
         counted = np.asarray(half)[rows] if "kept" in options else np.ones(len(rows), bool)

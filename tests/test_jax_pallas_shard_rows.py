@@ -418,8 +418,8 @@ def check_small_probabilities() -> None:
 def check_invariant(in_chunks: bool = False, gathers: bool = False) -> None:
     """With batch_invariant a row has the same bits among any rows, some of which are computed again, and the right
     gradient. Of one row the other device's sum is 0, which is no reason to compute it again. No kernel of this machine
-    computes d_input, so here each row is multiplied by itself. With `gathers` the devices have different rows. In chunks
-    of the same rows both passes of log-probabilities run, otherwise the one of a token loss."""
+    computes d_input, so here each row is multiplied by itself. With `gathers` the devices have different rows. With
+    `in_chunks` alone both passes of log-probabilities run, otherwise the one of a token loss."""
 
     def row_by_row(e: Any, w: Any, contract: tuple[int, int]) -> Any:
         return jax.lax.map(lambda row: float32_matmul(row[None], w, contract)[0], e)
