@@ -652,35 +652,38 @@ def test_statistics_have_no_gradient(options: dict[str, Any]) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_log_probs_are_those_of_linear_log_probs_bit_for_bit() -> None:
-    """In Pallas' interpreter, in chunks, beside any rows, and with rows that are repaired. The gradients are those of
-    materialized logits."""
+@pytest.mark.parametrize("splits_head", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(splits_head: bool) -> None:
+    """In Pallas' interpreter, in chunks, beside any rows, and with rows that are repaired. The loss and the gradients
+    are those of materialized logits."""
     rng, n, v = np.random.default_rng(0), 256, 320
     x, far = rng.standard_normal((n, 32)), [7, 150]
     x[far] *= 40
-    x, w = (jnp.asarray(one, jnp.bfloat16) for one in (x, rng.standard_normal((v, 32)) / 4))
+    x, w = jnp.asarray(x, jnp.bfloat16), rng.standard_normal((v, 32)) / 4
+    w = jnp.asarray(w, jnp.float32 if splits_head else jnp.bfloat16)
     y, a = jnp.asarray(rng.integers(0, v, n), jnp.int32), jnp.linspace(-1, 2, n)
     half = replaced(np.where(rng.uniform(size=n) < 0.5, y, -100), far, -100)  # no repair
-    want = jax.tree.map(np.asarray, linear_log_probs(x, w, y, implementation="pallas_triton"))
+    kernels: dict[str, Any] = {"implementation": "pallas_triton"}
+    kernels |= {"head_precision": "float32"} if splits_head else {}
+    want = jax.tree.map(np.asarray, linear_log_probs(x, w, y, **kernels))
     assert (want.log_prob[far] < -45).all()
-    options: dict[str, Any] = {"memory_budget": 2**17, "implementation": "pallas_triton"}
+    options = kernels | {"memory_budget": 300_000 if splits_head else 2**17}
     plan = explain(x, w, **options).plan
-    assert (plan.path, plan.chunks.rows, explain(x, w, implementation="pallas_triton").plan.chunks.rows) == (
-        "scaled_exp", 128, n
-    )  # fmt: skip
+    assert (plan.path, plan.chunks.rows, explain(x, w, **kernels).plan.chunks.rows) == ("scaled_exp", 128, n)
 
     def of_token_loss(x: Array, w: Array, a: Array, y: Array) -> tuple[Array, TokenStats]:
         return linear_token_loss_with_stats(x, w, y, scaled, a, stats=("log_prob", "lse"), **options)
 
     gradients_of = jax.value_and_grad(of_token_loss, (0, 1, 2), has_aux=True)
     for target in (y, half):
-        (_, found), grads = gradients_of(x, w, a, target)
+        (loss, found), grads = gradients_of(x, w, a, target)
         counts = np.asarray(target) >= 0
         assert np.array_equal(np.asarray(found.log_prob)[counts], want.log_prob[counts])
         assert np.array_equal(np.asarray(found.lse)[counts], want.lse[counts])
     exact: dict[str, Any] = {"input": x.astype(jnp.float32), "linear_weight": w.astype(jnp.float32), "per_token": (a,)}
     exact |= {"target": half, "token_loss": scaled}
-    _, of_exact = gradients(unfused_loss, exact, ARGUMENTS)
+    exact_loss, of_exact = gradients(unfused_loss, exact, ARGUMENTS)
+    np.testing.assert_allclose(loss, exact_loss, rtol=1e-6)  # of one half of the head it would be off by 1e-3
     for got, one in zip(grads, (of_exact["input"], of_exact["linear_weight"], *of_exact["per_token"]), strict=True):
         assert np.linalg.norm(np.asarray(got, np.float32) - one) <= 4e-3 * np.linalg.norm(one)
 
