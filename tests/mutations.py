@@ -1133,7 +1133,7 @@ SAVED_ROWS = (
         "jax_pallas/row_statistics.py",
         "exp_logs[:, :n] - shift * sums[:, :n]",
         "exp_logs[:, :n]",
-        tests("jax_pallas_saved", "kernels_are_within"),
+        tests("jax_pallas_saved", "rows_that_do or part_of"),
     ),
     Mutation(
         "jax_pallas/hopper_logits.py",
@@ -1464,7 +1464,7 @@ JAX_FIRST = (
         "jax_pallas/hopper_logits.py",
         "first = None if others is None else FirstChunk.of(piece",
         "first = None if True else FirstChunk.of(piece",
-        JAX_FIRST_CHUNK,
+        JAX_OF_PIECES,
     ),
 )
 

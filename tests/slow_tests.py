@@ -415,6 +415,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_input_is_the_default[none]",
         "test_transforms[0]",
         "test_d_input_takes_both_halves_and_float32_rows_of_targets[0]",
+        # test_jax_pallas_token_loss.py has a token loss of a split head by the same kernels.
+        "test_kernels_store_the_exponentials_of_a_split_head",
     ),
     "test_jax_pallas_float16.py": (
         "test_fit[None-mosaic]",

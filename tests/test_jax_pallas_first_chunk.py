@@ -19,7 +19,7 @@ from jax_pallas import chunked, head_rows, hopper_common, hopper_logits, scaled_
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.hopper_gradients import store_d_input, write_d_weight
 from jax_pallas.plan import ExecutionPlan
-from jax_pallas.problem import NeedsGrad, plan_of
+from jax_pallas.problem import NeedsGrad, halves, plan_of
 from jax_pallas.tile_config import (
     CLASS_BLOCK,
     FIRST_CHUNK_PIECE,
@@ -100,16 +100,27 @@ def drawn(*shape: int, seed: int, dtype: Any = jnp.bfloat16) -> Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def test_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("splits_head", [False, True])
+def test_exponentials(splits_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program has one tile. Before it, it stores zeros nowhere."""
     monkeypatch.setattr(hopper_common, "programs", lambda: 100)
     x, w = drawn(N, 64, seed=0), drawn(CLASSES, 64, seed=1) * 0.25
     memory = jnp.full((V, D), 7, jnp.bfloat16)
     target = jnp.full(N, -1, jnp.int32)
-    options = {"vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "stores": True, "statistics": 0}
+    options: dict[str, Any] = {"vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "stores": True, "statistics": 0}
     places = jax.jit(hopper_logits.chunk_places, static_argnums=(1, 2, 3))(target, CLASSES, N, 1)[0]
-    shared = {**options, "rows": N, "classes": CLASSES, "interpret": True}
-    found = hopper_logits.exponentials(x, w, None, jnp.zeros(N), target, places, 0, memory, **shared, piece=PIECE)
+    shared: dict[str, Any] = {**options, "rows": N, "classes": CLASSES, "interpret": True}
+    values = None, jnp.zeros(N), target, places, 0
+    if splits_head:
+        w = w + drawn(CLASSES, 64, seed=2).astype(jnp.float32) * 2.0**-8
+        options = {name: shared[name] for name in ("rows", "classes", "stores", "statistics")}
+        nothing = hopper_logits.nothing_yet(others=memory, piece=PIECE, **options)
+        part = hopper_logits.HeadPart(jnp.int32(0), jnp.int32(0), nothing)
+        of_part = {**shared, "piece": PIECE, "blocks": cdiv(CLASSES, hopper_common.BLOCK_V)}
+        by_name = hopper_logits.exponentials_of_part(x, halves(w, x.dtype, 1), *values, part, None, **of_part)
+        found = hopper_logits.to_exponentials(by_name)
+    else:
+        found = hopper_logits.exponentials(x, w, *values, memory, **shared, piece=PIECE)
     exponentials = jnp.asarray(np.exp(float64(x) @ float64(w).T), jnp.bfloat16)
     first, others = stored(exponentials, memory, PIECE)
     assert found.e is not None
