@@ -95,8 +95,8 @@ def more_cases(dtype: str, share: int) -> tuple[str, ...]:
 
 # For compute capability 8.x only loads and stores of matrices differ. The interpreter cannot run `ampere_logits`, so
 # `kernels.exponentials` computes the scaled exponentials of 16 bits here: `ExecutionPlan.ampere_tile`. Quick are the
-# edges whose matrices have special values, layouts or chunks, and no token losses, which have the same matmuls. All
-# others run with the slow cases. The first chunk is that of the Gluon kernels.
+# pairwise cases except token losses, which have the same matmuls, and the edges whose matrices have special values,
+# layouts or chunks. All others run with the slow cases.
 OF_MATRICES = (
     *("edge-grad_into", "edge-head_split", "edge-hidden", "edge-inf", "edge-masked_vocabulary", "edge-nan_input"),
     *("edge-nan_masked", "edge-nan_padding", "edge-log_probs-log_prob-axis1", "edge-saved-part"),
@@ -199,7 +199,7 @@ def test_the_layout_of_arguments_changes_nothing(results: Results) -> None:
     assert_within_budget(results)
 
 
-@pytest.mark.parametrize("program", [quick("chunks"), quick("pieces"), slow("sm80", "pieces")])
+@pytest.mark.parametrize("program", [quick("chunks"), quick("pieces"), quick("sm80", "pieces")])
 def test_the_heads_gradients_of_chunks_add_up(results: Results) -> None:
     assert_within_budget(results)
     for result in results:

@@ -667,7 +667,7 @@ def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(splits_head: bool) 
     kernels |= {"head_precision": "float32"} if splits_head else {}
     want = jax.tree.map(np.asarray, linear_log_probs(x, w, y, **kernels))
     assert (want.log_prob[far] < -45).all()
-    options = kernels | {"memory_budget": 300_000 if splits_head else 2**17}
+    options: dict[str, Any] = kernels | {"memory_budget": 300_000 if splits_head else 2**17}
     plan = explain(x, w, **options).plan
     assert (plan.path, plan.chunks.rows, explain(x, w, **kernels).plan.chunks.rows) == ("scaled_exp", 128, n)
 
