@@ -1133,7 +1133,7 @@ SAVED_ROWS = (
         "jax_pallas/row_statistics.py",
         "exp_logs[:, :n] - shift * sums[:, :n]",
         "exp_logs[:, :n]",
-        tests("jax_pallas_saved", "kernels_are_within"),
+        tests("jax_pallas_saved", "rows_that_do or part_of"),
     ),
     Mutation(
         "jax_pallas/hopper_logits.py",
@@ -1457,14 +1457,14 @@ JAX_FIRST = (
     Mutation("jax_pallas/tile_config.py", "one.bytes <= enough and ", "", JAX_FIRST_PLANS),
     # A float32 d_weight.
     Mutation("jax_pallas/tile_config.py", "2 * hidden // ROW_BLOCK", "hidden // ROW_BLOCK", JAX_FIRST_SPLIT),
-    Mutation("jax_pallas/hopper_gradients.py", "1 + (self.float32 and self.first is not None)", "1", JAX_OF_PIECES),
-    Mutation("jax_pallas/hopper_gradients.py", "pl.ds(2 * d, 2 * HALF)", "pl.ds(d, 2 * HALF)", JAX_OF_PIECES),
-    Mutation("jax_pallas/hopper_gradients.py", "n, others.shape[1])", "n, hidden)", JAX_OF_PIECES),
+    Mutation("jax_pallas/hopper_gradients.py", "1 + (self.float32 and self.first is not None)", "1", JAX_FIRST_CHUNK),
+    Mutation("jax_pallas/hopper_gradients.py", "pl.ds(2 * d, 2 * HALF)", "pl.ds(d, 2 * HALF)", JAX_FIRST_CHUNK),
+    Mutation("jax_pallas/hopper_gradients.py", "n, others.shape[1])", "n, hidden)", JAX_FIRST_CHUNK),
     Mutation(
         "jax_pallas/hopper_logits.py",
         "first = None if others is None else FirstChunk.of(piece",
         "first = None if True else FirstChunk.of(piece",
-        JAX_FIRST_CHUNK,
+        JAX_OF_PIECES,
     ),
 )
 
