@@ -547,7 +547,7 @@ def check_exchange(dtype: Any = jnp.bfloat16, classes: int = 256, **options: Any
 def check_saved_with_confident_targets() -> None:
     """A confident target has the larger factor with a z-loss: theta, which only the device of the target has."""
     case = Case(name="confident", **ROWS | SAVED, spec=LossSpec("none", z_loss_weight=0.1), logit_std=8.0)
-    case = replace(case, dtype="float16", has_bias=False, poison=())
+    case = replace(case, dtype="float16", has_bias=False, has_class_weight=True, poison=())
     arrays = make_arrays(case)
     logits = arrays["input"].astype(np.float64) @ arrays["linear_weight"].astype(np.float64).T
     arrays["target"] = np.where(arrays["target"] < 0, arrays["target"], logits.argmax(1))
