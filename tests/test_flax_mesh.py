@@ -393,13 +393,14 @@ def test_what_a_mesh_does_not_divide_is_one_error(
 @pytest.mark.parametrize(
     ("axes", "kind", "got"),
     [
+        (("fsdp", "data", "tensor"), AxisType.Auto, "fsdp (AxisType.Auto), data "),
         (("data", "model"), AxisType.Auto, "data (AxisType.Auto), model (AxisType.Auto)"),
         (AXES, AxisType.Explicit, "data (AxisType.Explicit), "),
     ],
 )
 def test_a_trainer_takes_no_other_mesh(axes: tuple[str, ...], kind: AxisType, got: str) -> None:
     mesh = jax.make_mesh((1,) * len(axes), axes, axis_types=(kind,) * len(axes))
-    message = "mesh must have the axes data, fsdp, tensor with AxisType.Auto, got "
+    message = "mesh must have the axes data, fsdp, tensor, in this order, with AxisType.Auto, got "
     with pytest.raises(ValueError, match=re.escape(message + got)):
         Trainer(decoder_shapes(SHAPE), TrainConfig(), mesh=mesh)
 

@@ -81,9 +81,9 @@ def check_vocabulary(mesh: Mesh, config: ModelConfig, option: str) -> None:
 
 def check_mesh(mesh: Mesh) -> None:
     """Raises ValueError, which names the argument, unless a mesh has the axes of the table, and these are automatic."""
-    if set(mesh.axis_names) != set(AXES) or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if mesh.axis_names != AXES or any(kind != AxisType.Auto for kind in mesh.axis_types):
         kinds = ", ".join(f"{name} ({kind})" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
-        raise ValueError(f"mesh must have the axes {', '.join(AXES)} with AxisType.Auto, got {kinds}")
+        raise ValueError(f"mesh must have the axes {', '.join(AXES)}, in this order, with AxisType.Auto, got {kinds}")
 
 
 def _check_divides(mesh: Mesh, name: str, size: int, axes: tuple[str, ...]) -> None:
