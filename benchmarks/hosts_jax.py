@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from benchmarks.hosts_process import check_errors
+from benchmarks.hosts_process import check_differences
 from benchmarks.hosts_rows import CONFIGS, Row
 from benchmarks.methods import load
 from benchmarks.timing import WARM_UP, Sensor, host_blocks
@@ -57,7 +57,7 @@ def measure(row: Row, seconds: float | None) -> dict[str, Any]:
     # The rows of a process differ in the variant only, and the library's own call is needed for the others.
     own = compiled(row.host, row.config, "plain", row.seq, row.batch)
     call = compiled(row.host, row.config, row.variant, row.seq, row.batch)
-    errors = check_errors(row.variant, differences(call.run(), own.run()))
+    errors = check_differences(row.variant, differences(call.run(), own.run()))
     result: Any = None
 
     def step() -> None:

@@ -25,7 +25,7 @@ MOST_ERRORS = 1e-2, 3e-2
 MOST_TIMES = 1.5
 
 
-def check_errors(
+def check_differences(
     variant: str, errors: Sequence[float], most: Sequence[float] = MOST_ERRORS, reference: str = "the library"
 ) -> dict[str, float]:
     """Returns as keys of a row by how much a variant differs from a reference.

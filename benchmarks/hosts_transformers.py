@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.hosts_process import MOST_ERRORS, MOST_TIMES, check_errors
+from benchmarks.hosts_process import MOST_ERRORS, MOST_TIMES, check_differences
 from benchmarks.hosts_rows import Row
 from benchmarks.hosts_torch import (
     device_type,
@@ -43,7 +43,7 @@ def measure(row: Row, seconds: float | None) -> dict[str, Any]:
         if run is not model:  # both differ from float32
             pairs = [loss_and_gradient(model, partial(loss_of, called, tokens[0])) for called in (run, model)]
             most = MOST_ERRORS[0], (1 + MOST_TIMES) * in_float32(row.config)[1]
-            found = check_errors(row.variant, differences(*pairs), most, "the model in eager mode")
+            found = check_differences(row.variant, differences(*pairs), most, "the model in eager mode")
             errors |= {f"eager_{name}": error for name, error in found.items()}
         optimizer, steps = make_optimizer(model), 0
 
@@ -83,7 +83,7 @@ def changed(model: Any, row: Row) -> dict[str, float]:
     install(model, row.variant)
     found = loss_and_gradient(model, lambda: loss_of(model, tokens_of(model)))
     most = MOST_ERRORS[0], MOST_TIMES * own
-    return check_errors(row.variant, differences(found, exact), most, "a float32 model")
+    return check_differences(row.variant, differences(found, exact), most, "a float32 model")
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import data
-from benchmarks.hosts_process import check_errors
+from benchmarks.hosts_process import check_differences
 from benchmarks.hosts_rows import Row
 from benchmarks.hosts_torch import (
     device_type,
@@ -74,7 +74,7 @@ def changed(trainer: Any, row: Row) -> dict[str, float]:
     if row.variant == "ours":
         load("core_triton.hosts.trl").patch(trainer)
     found = loss_and_gradient(trainer.model, lambda: loss_of(row, trainer, batch))
-    return check_errors(row.variant, differences(found, expected))
+    return check_differences(row.variant, differences(found, expected))
 
 
 def loss_of(row: Row, trainer: Any, batch: dict[str, Any]) -> Tensor:

@@ -91,7 +91,7 @@ def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bo
         adapt(model, adapters, rngs)
         return model
 
-    return kind(make() if mesh is None else made_on(mesh, make), train, adapters, mesh)
+    return kind(made_on(mesh, make), train, adapters, mesh)
 
 
 class Run:

@@ -157,9 +157,9 @@ def test_a_loss_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match=wrong):
         hosts_transformers.changed(make_model("smoke"), row)
     with pytest.raises(ValueError, match=r"^the gradient of the head of ours differs by 5\.0e-02 from the library's"):
-        hosts_process.check_errors("ours", [0.0, 0.05])
+        hosts_process.check_differences("ours", [0.0, 0.05])
     with pytest.raises(ValueError, match="differs by nan"):
-        hosts_process.check_errors("ours", [float("nan"), 0.0])
+        hosts_process.check_differences("ours", [float("nan"), 0.0])
 
 
 def test_rows_share_a_process_and_kernels_of_liger_come_last() -> None:

@@ -37,7 +37,7 @@ def losses(sizes: tuple[int, int, int] | None, *, packed: bool, rows: int) -> np
         return Decoder(SHAPE, rngs=nnx.Rngs(0))
 
     mesh = None if sizes is None else mesh_of(*sizes)
-    model = make() if mesh is None else made_on(mesh, make)
+    model = made_on(mesh, make)
     trainer = Trainer(model, TrainConfig(batch_size=rows, learning_rate=1e-3, warmup_steps=1), None, mesh)
     state, found, generator = trainer.initial, [], np.random.default_rng(0)
     for _ in range(STEPS):

@@ -67,7 +67,7 @@ def trainer_on(
         return model
 
     values: dict[str, Any] = {"steps": 50, "batch_size": 4, "warmup_steps": 2, "learning_rate": 1e-2, **options}
-    return Trainer(make() if mesh is None else made_on(mesh, make), TrainConfig(**values), lora, mesh)
+    return Trainer(made_on(mesh, make), TrainConfig(**values), lora, mesh)
 
 
 def batch_of(step: int, *, classes: int = SHAPE.vocab_size, packed: bool = False) -> Batch:

@@ -191,16 +191,17 @@ class LeastMemory(NamedTuple):
 
 
 def least_memory(trainer: Trainer, config: ModelConfig, tokens: int) -> LeastMemory:
-    """Returns the least memory of a training step, before it is compiled.
+    """Returns the least memory of a training step on a mesh, before it is compiled.
 
     Args:
-        trainer: the trainer, with its `initial` state.
+        trainer: the trainer on a mesh, with its `initial` state.
         config: the model's config.
         tokens: tokens of a micro-batch on one device.
     """
     state, itemsize = trainer.initial, jnp.dtype(config.dtype).itemsize
     trained, _ = trainer.split(state.params)
-    sizes = {"fsdp": 1, "tensor": 1} if trainer.mesh is None else trainer.mesh.shape
+    assert trainer.mesh is not None
+    sizes = trainer.mesh.shape
     copied = sizes["fsdp"] > 1 or config.param_dtype != config.dtype
     of_layer = _block_parameters(config) // max(config.num_layers, 1) // sizes["tensor"] * itemsize
     inputs = config.num_layers * tokens * config.hidden_size * itemsize

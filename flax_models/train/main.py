@@ -255,7 +255,7 @@ def _initial_model(config: RunConfig, model_config: ModelConfig, mesh: Mesh | No
         return model
 
     if config.weights is None:
-        return drawn() if mesh is None else made_on(mesh, drawn)
+        return made_on(mesh, drawn)
     ignored = config.ignore_config_fields
     # Checked again, because the folder may have changed since a run without a checkpoint was started.
     check_shape(model_config, config.weights, ignored)

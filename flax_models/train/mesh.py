@@ -93,17 +93,18 @@ def _check_divides(mesh: Mesh, name: str, size: int, axes: tuple[str, ...]) -> N
         raise RunError(f"{name} must be a multiple of {count} with this --mesh ({sizes}), got {size}")
 
 
-def made_on(mesh: Mesh, make: Callable[..., Decoder], *arrays: Any) -> Decoder:
+def made_on(mesh: Mesh | None, make: Callable[[], Decoder]) -> Decoder:
     """Returns the decoder that a function makes, with each parameter created where the table says.
 
     Args:
-        mesh: the mesh.
-        make: returns a decoder; it is traced.
-        arrays: arguments of `make`.
+        mesh: the mesh; None: the default device.
+        make: returns a decoder; it is traced if there is a mesh.
     """
-    graph, shapes = nnx.split(nnx.eval_shape(make, *arrays))
-    made = jax.jit(lambda *arrays: nnx.split(make(*arrays))[1], out_shardings=_placed(mesh, parameter_specs(shapes)))
-    return nnx.merge(graph, made(*arrays))
+    if mesh is None:
+        return make()
+    graph, shapes = nnx.split(nnx.eval_shape(make))
+    made = jax.jit(lambda: nnx.split(make())[1], out_shardings=_placed(mesh, parameter_specs(shapes)))
+    return nnx.merge(graph, made())
 
 
 def state_placements(mesh: Mesh, state: Any) -> Any:
