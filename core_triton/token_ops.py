@@ -113,13 +113,13 @@ def token_stats(
     stats: Sequence[bool], log_prob: Tensor | None, row_weight: Tensor, found: Losses | RowStatistics
 ) -> TokenStats:
     """Returns these fields of the statistics, made from what a pass over the logits found."""
-    top1 = None
-    if TokenStats(*stats).is_top1:
+    top1, wanted = None, dict(zip(TokenStats._fields, stats, strict=True))
+    if wanted["is_top1"]:
         assert found.target_logit is not None
         assert found.max is not None
         top1 = row_math.is_top1(row_weight, found.target_logit, found.max)
     made = log_prob, found.entropy, found.lse, found.argmax, top1, found.mean_logit, found.sum_squared_probs
-    return TokenStats(*(one if wanted else None for one, wanted in zip(made, stats, strict=True)))
+    return TokenStats(*(one if kept else None for one, kept in zip(made, stats, strict=True)))
 
 
 def _stats_in_place(stats: Sequence[bool], found: Iterable[Tensor]) -> TokenStats:
