@@ -1676,12 +1676,12 @@ HOSTS_TRANSFORMERS = (
 
 OF_ROWS = tests("benchmarks_hosts", "not page")
 BENCHMARKS_HOSTS = (
-    Mutation("benchmarks/hosts_process.py", "if not error <= most:", "if error > most:", OF_ROWS),
+    Mutation("benchmarks/hosts_process.py", "if not error <= limit:", "if error > limit:", OF_ROWS),
     Mutation("benchmarks/hosts_process.py", "if request.until is not None and", "if False and", OF_ROWS),
     Mutation("benchmarks/hosts.py", "waiting, failed = list(process)", "waiting, failed = [*process][:1]", OF_ROWS),
     Mutation("benchmarks/hosts.py", 'if process.result()["status"] == "failed":', "if False:", OF_ROWS),
     Mutation("benchmarks/hosts_jax.py", 'ours=variant == "ours"', "ours=False", OF_ROWS),
-    Mutation("benchmarks/hosts_trl.py", '.patch(trainer)', ".patch", OF_ROWS),
+    Mutation("benchmarks/hosts_trl.py", ".patch(trainer)", ".patch", OF_ROWS),
     Mutation("benchmarks/hosts_table.py", "memory > bar.memory or (bar.less and", "(bar.less and", OF_ROWS),
     Mutation("benchmarks/hosts_table.py", "(bar.less and memory == bar.memory)", "False", OF_ROWS),
     Mutation("benchmarks/hosts_table.py", 'if row["config"] != "smoke"', "", OF_ROWS),
