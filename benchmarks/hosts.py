@@ -2,7 +2,8 @@
 
 The rows of a library and a config share a process (`benchmarks.hosts_process`), each with a newly built model. What
 cannot be undone comes last. If a process ends in a row, another one takes the rows after it. Before a row is timed, its
-loss and gradient are compared with the library's own. how-to-measure.md has the definitions.
+loss and gradient are compared with the library's or, in transformers, with a float32 model's. how-to-measure.md has the
+definitions.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", nargs="+", type=int, choices=SIZES, default=list(SIZES), help="tokens of a sequence")
     parser.add_argument("--batch", type=int, help=f"sequences of a step; default: by --seq, {SIZES}")
     parser.add_argument("--seconds", type=float, default=2.0, help="for the timed steps of a row (default %(default)s)")
-    parser.add_argument("--limit", type=float, default=400.0, help="most seconds of a process (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=120.0, help="most seconds of a row, on average (%(default)s)")
     parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no row later than this")
     parser.add_argument(
         "--compile-jobs", type=int, default=0, metavar="N", help="first compile the compiled rows in N processes"
@@ -85,7 +86,8 @@ class Run:
             path.touch()
             asked = [asdict(row) for row in rows]
             request = Request(asked, str(path), self.options.seconds, self.left(), ahead)
-            arguments = json.dumps(asdict(request)), self.options.limit, {**os.environ, **ENVIRONMENT}
+            limit = self.options.limit * len(rows)
+            arguments = json.dumps(asdict(request)), limit, {**os.environ, **ENVIRONMENT}
             process = pool.submit(answer_of, "benchmarks.hosts_process", *arguments)
             while True:
                 ended = bool(wait([process], timeout=POLL).done)
@@ -137,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for host in options.hosts:
         for process in plan(host, options.configs, options.variants, options.seq, options.batch):
             processes.append([row for row in process if row.part in options.parts])
+    if not any(processes):
+        raise SystemExit("--hosts, --variants, --parts and --seq have no row in common")
     if options.compile_jobs:
         run.compile_ahead(processes)
     failed = [run.measure(process, file) for process in processes]

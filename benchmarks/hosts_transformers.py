@@ -43,7 +43,8 @@ def measure(row: Row, seconds: float | None) -> dict[str, Any]:
         if run is not model:  # both differ from float32
             pairs = [loss_and_gradient(model, partial(loss_of, called, tokens[0])) for called in (run, model)]
             most = MOST_ERRORS[0], (1 + MOST_TIMES) * in_float32(row.config)[1]
-            check_errors(row.variant, differences(*pairs), most, "the model in eager mode")
+            found = check_errors(row.variant, differences(*pairs), most, "the model in eager mode")
+            errors |= {f"eager_{name}": error for name, error in found.items()}
         optimizer, steps = make_optimizer(model), 0
 
         def step() -> None:

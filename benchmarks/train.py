@@ -155,6 +155,8 @@ def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> 
     found = attempt(row.batch)
     others = [other for other in file.rows if other["commit"] == file.head["commit"] and other["name"] != row.name]
     wrong = disagreement(row, found, others) if found["status"] == "ok" else None
+    if found["status"] == "ok" and row.mesh is not None:
+        found = {**found, "efficiency": efficiency(row, found, others)}
     # If first losses disagree, it is not known which of the two is wrong. The row then has no speed.
     return found if wrong is None else {"status": "failed", "note": wrong, "first_loss": found["first_loss"]}
 
@@ -171,6 +173,17 @@ def disagreement(row: Row, found: Mapping[str, Any], others: Sequence[Mapping[st
             error = abs(found["first_loss"] / other["first_loss"] - 1)
             if not error <= LOSS_BOUND["bfloat16"]:
                 return f"first loss {found['first_loss']:.6g} is not {other['name']}'s, {other['first_loss']:.6g}"
+    return None
+
+
+def efficiency(row: Row, found: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the tokens per second of a GPU of a mesh, relative to those of one GPU that trains as many rows alone;
+    None if that was not measured."""
+    assert row.batch is not None
+    alone = asdict(replace(row, mesh=None, batch=row.batch // row.gpus))
+    for other in others:
+        if other["status"] == "ok" and all(other.get(key) == value for key, value in alone.items()):
+            return found["tokens_per_s"] / (row.gpus * other["tokens_per_s"])
     return None
 
 
@@ -233,6 +246,8 @@ def line(row: Mapping[str, Any]) -> str:
     if row["kind"] == "converge":
         return f"{row['name']:{WIDTHS[0]}} loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}"
     split = ", ".join(f"{part} {ms:.1f}" for part, ms in (row["split"] or {}).items())
+    if row.get("efficiency") is not None:
+        split = ", ".join([f"{row['efficiency']:.1%} of {row['gpus']} GPUs", *[split] * bool(split)])
     found = f"batch {row['batch']}, {row['too_large']} is too large" if row["kind"] == "largest" else split
     return _line(
         (

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.methods import check_errors, describe, installed, load
+from benchmarks.methods import UnavailableError, check_errors, describe, installed, load
 from benchmarks.timing import WARM_UP, Sensor, host_blocks
 from benchmarks.train_process import Request
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
@@ -34,6 +34,7 @@ from flax_models.model.lora import adapt, adapted_shapes
 from flax_models.model.lora_config import LoraConfig
 from flax_models.train.accounting import Memory, device_memory, step_memory
 from flax_models.train.config import TrainConfig
+from flax_models.train.mesh import made_on, make_mesh
 from flax_models.train.profile import SKIPPED, TRACED, Tracer, operation_parts, operations, part_times
 from flax_models.train.step import StepMetrics, Trainer, TrainState
 
@@ -80,12 +81,17 @@ def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bo
     """
     kind = LogitsTrainer if (loss or row.loss) == "unfused" else Trainer
     adapters = LoraConfig(lora_rank=LORA_RANK if row.mode == "lora" else 0)
+    mesh = None if row.mesh is None else make_mesh(row.mesh)
     if not drawn:
-        return kind(adapted_shapes(config, adapters), train, adapters)
-    rngs = nnx.Rngs(row.seed)
-    model = Decoder(config, rngs=rngs)
-    adapt(model, adapters, rngs)
-    return kind(model, train, adapters)
+        return kind(adapted_shapes(config, adapters), train, adapters, mesh)
+
+    def make() -> Decoder:
+        rngs = nnx.Rngs(row.seed)
+        model = Decoder(config, rngs=rngs)
+        adapt(model, adapters, rngs)
+        return model
+
+    return kind(make() if mesh is None else made_on(mesh, make), train, adapters, mesh)
 
 
 class Run:
@@ -117,9 +123,12 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
 
     Raises:
         MemoryError: the plan exceeds the request's memory.
+        UnavailableError: there are not as many devices as the row's mesh has.
         ValueError: the steps do not train what is to train.
     """
     batch, memory_limit = request.batch, request.memory
+    if row.mesh is not None and row.gpus != len(jax.devices()):
+        raise UnavailableError(f"needs {row.gpus} devices, got {len(jax.devices())}")
     config, train, drawn = row.model(), train_config(row, batch), draw(row, batch)
     trainer = make_trainer(row, config, train, drawn=False)
     start = time.perf_counter()
@@ -134,7 +143,7 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
         figures |= {"planned_bytes": plan.total, "plan": plan._asdict(), "estimate": _estimate(plan, batch, limit)}
         if memory_limit is not None and plan.total > memory_limit:
             raise MemoryError(f"the step's plan of {plan.total:,} bytes exceeds --memory")
-    run = Run(trainer, _first_state(row, config, train), itertools.cycle(jax.device_put(drawn.batches, device)))
+    run = Run(trainer, _first_state(row, config, train), itertools.cycle([trainer.put(one) for one in drawn.batches]))
     once = row.kind == "largest"  # the most that fit take many seconds a step
     figures |= check_steps([run.step() for _ in range(1 if once else WARM_UP)], [part.name for part in trainer.parts])
     sensor = Sensor(gpu=device.platform == "gpu")
@@ -143,7 +152,8 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     figures |= {
         **blocks.figures(),
         **speed_figures(row, drawn, blocks.figures()["step_ms"], trainer.trained, device.device_kind),
-        "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "gpus": row.gpus,
+        "peak_bytes": _peak(jax.devices()[: row.gpus]),
         "last_loss": float(run.metrics.loss),
     }
     if not math.isfinite(figures["last_loss"]):
@@ -164,9 +174,15 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
 def _first_state(row: Row, config: ModelConfig, train: TrainConfig) -> TrainState:
     """Returns the state of random parameters, which nothing else holds: a step can take its memory over."""
     trainer = make_trainer(row, config, train, drawn=True)
-    state = jax.device_put(trainer.initial, jax.devices()[0])
+    state = trainer.initial if row.mesh is not None else jax.device_put(trainer.initial, jax.devices()[0])
     del trainer.initial
     return state
+
+
+def _peak(devices: Sequence[Any]) -> int | None:
+    """Returns the peak of memory of the device with the highest, in bytes; None if they do not report it."""
+    peaks: list[Any] = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return None if None in peaks else max(peaks)
 
 
 def _estimate(plan: Memory, batch: int, limit: int | None) -> int | None:

@@ -1,5 +1,6 @@
 """What `benchmarks.train` measures: named rows in groups, and the batches that they train on."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from flax_models.data.packing import best_fit, room_for
 from flax_models.model.config import Dtype, ModelConfig, Remat
 from flax_models.model.families import PUBLISHED
 from flax_models.train.accounting import device_peak, flops_per_token
+from flax_models.train.mesh import mesh_sizes
 
 Kind = Literal["speed", "check", "largest", "converge"]
 Loss = Literal["fused", "unfused", "hf", "hf+liger"]
@@ -24,9 +26,11 @@ MODELS = ("llama3.2-1b", "qwen2.5-0.5b")
 # Tokens of a sequence, and sequences of a step; none: the most that fit.
 LONG, SHORT, MOST = (4096, 8), (512, 16), (4096, None)
 CHECKED = (512, 2)
+CHECKED_BY = {"llama3-8b": "llama3.2-1b"}  # of a model whose check in float32 needs more memory than one GPU has
 LORA_RANK = 32
 POOL = 1024  # examples that are packed together, for a batch to draw rows from
 SPREAD = 0.8  # of the logarithms of their lengths
+MESHES = None, "data=2", "fsdp=2"
 SEEDS, REPEATS = 4, 2  # runs on text of each loss
 SMOKE = ModelConfig(  # for the tests of the harness, on a CPU
     vocab_size=512, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
@@ -42,6 +46,7 @@ OPTIONS = [
     "compile",
     "scan_layers",
     "cast_head",
+    "mesh",
     "seed",
     "repeat",
 ]
@@ -68,6 +73,7 @@ class Row:
         scan_layers: compile one block and loop over the layers; otherwise each layer separately.
         cast_head: the fused loss takes a copy of the head in the computation's dtype, as the trainer does by default
             otherwise; the unfused one does so anyway, and so do all where the head is frozen.
+        mesh: the trainer's option `--mesh`; None: one device.
         seed: of the parameters, and of the order of what a run on text reads.
         repeat: which of several rows that differ in nothing.
     """
@@ -85,12 +91,17 @@ class Row:
     compile: bool = True
     scan_layers: bool = True
     cast_head: bool = False
+    mesh: str | None = None
     seed: int = 0
     repeat: int = 0
 
     @property
     def in_torch(self) -> bool:
         return self.loss in ("hf", "hf+liger")
+
+    @property
+    def gpus(self) -> int:
+        return _gpus(self.mesh)
 
     @property
     def name(self) -> str:
@@ -105,8 +116,8 @@ class Row:
         return "/".join(words if self.kind == "speed" else [self.kind, *words])
 
     def check(self) -> "Row":
-        """Returns the check that must have passed before a row of JAX is measured."""
-        return _row(self.config, "fused", self.mode, CHECKED, kind="check")
+        """Returns the check that must have passed before a row of JAX is measured, on one device."""
+        return _row(CHECKED_BY.get(self.config, self.config), "fused", self.mode, CHECKED, kind="check")
 
     def model(self, dtype: Dtype = "bfloat16") -> ModelConfig:
         """Returns the shape as it is trained: matmuls in `dtype`, float32 parameters."""
@@ -120,6 +131,10 @@ def _usual_attention(config: str, loss: Loss) -> Literal["cudnn", "xla", "sdpa"]
     if loss in ("hf", "hf+liger"):
         return "sdpa"
     return "xla" if config == "smoke" else "cudnn"
+
+
+def _gpus(mesh: str | None) -> int:
+    return 1 if mesh is None else math.prod(mesh_sizes(mesh).values())
 
 
 def _row(config: str, loss: Loss = "fused", mode: Mode = "full", size: Size = LONG, **options: Any) -> Row:
@@ -191,6 +206,16 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _row(MODELS[1], size=SHORT, remat="full"),
     ),
     "optimizer": tuple(_trained(MODELS[0], optimizer=name) for name in ("adafactor", "muon", "schedule_free_adamw")),
+    # The batch is that of all GPUs. The short rows check each other's first losses.
+    "mesh": (
+        _trained(MODELS[0], size=(512, 4)),
+        *(
+            _trained(MODELS[0], size=(tokens, rows * _gpus(mesh)), mesh=mesh)
+            for tokens, rows in ((512, 2), LONG)
+            for mesh in MESHES
+        ),
+    ),
+    "mesh-8b": (_trained("llama3-8b", size=(4096, 4), mesh="fsdp=2", remat="full", optimizer="adafactor"),),
     "lora-peers": tuple(
         _row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _PEERS
     ),
@@ -207,6 +232,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         *(_row("smoke", size=(64, 2), data=data) for data in ("padded", "packed")),
         _row("smoke", size=(64, None), kind="largest"),
         _row("smoke", size=(64, 2), kind="converge"),
+        *(_row("smoke", size=(64, 4), mesh=mesh) for mesh in MESHES),
     ),
 }
 
@@ -305,7 +331,7 @@ def speed_figures(
     """Returns the speed of a row's steps, by one formula for all frameworks.
 
     Args:
-        row: its shape.
+        row: its shape and its GPUs. `mfu` is relative to the peak of all of them.
         drawn: what the steps trained on; padding counts neither as tokens nor as flops.
         step_ms: median time of a step.
         trained: names and sizes of the parameters that train, as `accounting.flops_per_token` takes them.
@@ -315,7 +341,7 @@ def speed_figures(
     flops, peak = flops_per_token(row.model(), drawn.lengths, trained), device_peak(device_kind)
     return {
         "tokens_per_s": tokens_per_s,
-        "mfu": None if peak is None else tokens_per_s * flops / peak,
+        "mfu": None if peak is None else tokens_per_s * flops / (row.gpus * peak),
         "flops_per_token": flops,
         "tokens": drawn.tokens,
         "padding": drawn.padding,

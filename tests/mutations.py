@@ -1141,7 +1141,7 @@ SAVED_ROWS = (
         "jax_pallas/row_statistics.py",
         "exp_logs[:, :n] - shift * sums[:, :n]",
         "exp_logs[:, :n]",
-        tests("jax_pallas_saved", "kernels_are_within"),
+        tests("jax_pallas_saved", "rows_that_do or part_of"),
     ),
     Mutation(
         "jax_pallas/hopper_logits.py",
@@ -1465,14 +1465,14 @@ JAX_FIRST = (
     Mutation("jax_pallas/tile_config.py", "one.bytes <= enough and ", "", JAX_FIRST_PLANS),
     # A float32 d_weight.
     Mutation("jax_pallas/tile_config.py", "2 * hidden // ROW_BLOCK", "hidden // ROW_BLOCK", JAX_FIRST_SPLIT),
-    Mutation("jax_pallas/hopper_gradients.py", "1 + (self.float32 and self.first is not None)", "1", JAX_OF_PIECES),
-    Mutation("jax_pallas/hopper_gradients.py", "pl.ds(2 * d, 2 * HALF)", "pl.ds(d, 2 * HALF)", JAX_OF_PIECES),
-    Mutation("jax_pallas/hopper_gradients.py", "n, others.shape[1])", "n, hidden)", JAX_OF_PIECES),
+    Mutation("jax_pallas/hopper_gradients.py", "1 + (self.float32 and self.first is not None)", "1", JAX_FIRST_CHUNK),
+    Mutation("jax_pallas/hopper_gradients.py", "pl.ds(2 * d, 2 * HALF)", "pl.ds(d, 2 * HALF)", JAX_FIRST_CHUNK),
+    Mutation("jax_pallas/hopper_gradients.py", "n, others.shape[1])", "n, hidden)", JAX_FIRST_CHUNK),
     Mutation(
         "jax_pallas/hopper_logits.py",
         "first = None if others is None else FirstChunk.of(piece",
         "first = None if True else FirstChunk.of(piece",
-        JAX_FIRST_CHUNK,
+        JAX_OF_PIECES,
     ),
 )
 
@@ -1823,6 +1823,27 @@ MESH = (
     Mutation("flax_models/train/checkpoint.py", "sharding=leaf.sharding or device", "sharding=device", OF_MESH),
     Mutation("flax_models/hub/weights.py", "part.first_row + rows.start,", "part.first_row,", OF_MESH),
 )
+OF_PROCESSES = ("tests/test_flax_processes.py",)
+PROCESSES = (
+    Mutation("flax_models/train/processes.py", "None if size is not None and", "None if False and", OF_PROCESSES),
+    Mutation(
+        "flax_models/train/processes.py",
+        "if missing := [name for name in TORCHRUN",
+        "if [name for name in ()",
+        OF_PROCESSES,
+    ),
+    Mutation("flax_models/train/processes.py", 'if what == "end":', "if False:", OF_PROCESSES),
+    Mutation("flax_models/train/processes.py", "(digests != digests[0])", "(digests != digests)", OF_PROCESSES),
+    Mutation("flax_models/train/processes.py", "was lost; {self._advice()}", "was lost", OF_PROCESSES),
+    Mutation("flax_models/train/main.py", "quiet=peers is not None and not is_first()", "quiet=False", OF_PROCESSES),
+    Mutation("flax_models/train/main.py", "if first else NoMetrics()", "if True else NoMetrics()", OF_PROCESSES),
+    Mutation(
+        "flax_models/train/config.py",
+        "asdict(config).items() if name not in OF_PROCESS",
+        "asdict(config).items()",
+        OF_PROCESSES,
+    ),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
@@ -1833,6 +1854,7 @@ MUTATIONS = (
     *HOSTS_JAX,
     *HOSTS_PARALLEL,
     *MESH,
+    *PROCESSES,
     *DOCTOR,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected

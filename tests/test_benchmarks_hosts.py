@@ -234,7 +234,12 @@ def test_another_process_takes_the_rows_after_one_in_which_a_process_ended(comma
     assert status == 1
 
 
-def test_no_row_begins_after_the_end(command: Any, tmp_path: Path) -> None:
+def test_options_without_a_row_are_an_error() -> None:
+    with pytest.raises(SystemExit, match="--hosts, --variants, --parts and --seq have no row in common"):
+        hosts.main(["--hosts", "tunix", "--seq", "4096", "--commit", "1"])
+
+
+def test_no_row_begins_after_the_end(tmp_path: Path) -> None:
     path = tmp_path / "answer"
     rows = [{"host": "transformers", "config": "smoke", "variant": "plain", "seq": 16, "batch": 1}] * 2
     request = {"rows": rows, "file": str(tmp_path / "rows"), "seconds": 0.0}
@@ -272,20 +277,23 @@ def test_tables_have_the_rows_and_say_which_bars_they_miss(tmp_path: Path, capsy
         row("tunix", "plain", 1000.0, 2.0, trainer="SFT", part="loss"),
         row("tunix", "ours", 2100.0, 1.5, trainer="SFT", part="loss"),
         row("tunix", "ours", 1.0, 1.0, config="smoke", part="loss"),
+        row("maxtext", "plain", 0.0, 0.0, status="failed", part="loss"),
+        row("maxtext", "ours", 3000.0, 1.0, part="loss"),
+        row("transformers", "liger", 1500.0, 4.0, seq=4096, batch=4),
+        row("transformers", "ours+compiled", 3000.0, 5.0, seq=4096, batch=4) | {"peak_bytes": None},
     ]
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps({"device": "H200", "versions": {"torch": "1"}, "rows": rows}))
     tables.main(["--hosts", "--json", str(path)])
     out = capsys.readouterr().out
-    assert out.startswith(
-        "H200, torch 1, at 0123456:\n\n| transformers, sequences x tokens | as it is | torch.compile |"
-    )
+    assert out.startswith("H200, torch 1, at 0123456:\n\n| transformers, sequences x tokens | as it is | compiled |")
     cells = "1,000/s, 9.00 GiB | - | 1,500/s (1.50 x), 4.00 GiB | failed | - | 3,000/s (3.00 x), 5.00 GiB |"
     assert f"| qwen2.5-0.5b, 16 x 512 | {cells}\n" in out
     assert "| GRPO, loss, qwen2.5-0.5b, 16 x 512 | 1,000/s, 2.00 GiB | 1,450/s (1.45 x), 1.50 GiB |" in out
     assert "smoke" not in out
     bars = " ".join(out[out.index("- ours") :].split())
-    assert "no more memory: missed at qwen2.5-0.5b, 16 x 512 (1.25 x the memory)." in bars
+    assert "no more memory: missed at qwen2.5-0.5b, 16 x 512 (1.25 x the memory); memory not measured at" in bars
+    assert "memory not measured at qwen2.5-0.5b, 4 x 4,096." in bars
     missed = "(1.30 x as fast); GRPO, loss, qwen2.5-0.5b, 4 x 4,096 (1.00 x the memory)."
     assert f"peak memory is lower: missed at GRPO, loss, qwen2.5-0.5b, 4 x 4,096 {missed}" in bars
     assert "twice as fast: met at all 1 shapes measured." in bars

@@ -289,6 +289,25 @@ def test_first_losses_of_the_same_batches_must_agree(tmp_path: Path, answers: di
     assert rows[names[1]]["tokens_per_s"] is None
 
 
+def test_rows_of_a_mesh_are_relative_to_one_gpu(
+    tmp_path: Path, answers: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, mesh = "smoke/fused/full/64x2", "smoke/fused/full/64x4/mesh=fsdp=2"
+    answers[mesh] = {"tokens_per_s": 121.6e3, "gpus": 2}
+    status, rows = run(tmp_path / "train.json", "--rows", one, mesh)
+    assert status == 0
+    assert rows[mesh]["efficiency"] == pytest.approx(0.95)
+    assert "95.0% of 2 GPUs" in capsys.readouterr().out
+    _, rows = run(tmp_path / "other.json", "--rows", mesh)
+    assert rows[mesh]["efficiency"] is None
+
+
+def test_a_mesh_of_other_devices_is_skipped() -> None:
+    row = SMOKE["smoke/fused/full/64x4/mesh=data=2"]
+    found = train_process.answer(Request(dataclasses.asdict(row), 4))
+    assert (found["status"], found["note"]) == ("skipped", "needs 2 devices, got 1")
+
+
 def test_a_row_without_room_is_tried_again_with_the_whole_device(
     tmp_path: Path, answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,3 +505,16 @@ def test_smoke_rows_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     losses = rows["converge/smoke/fused/full/64x2"]["losses"]
     assert len(losses) == train_jax.CONVERGENCE_STEPS
     assert np.mean(losses[-20:]) < losses[0] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_smoke_rows_of_a_mesh_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    names = [f"smoke/fused/full/64x4{mesh}" for mesh in ("", "/mesh=data=2", "/mesh=fsdp=2")]
+    status, rows = run(tmp_path / "train.json", "--rows", "smoke/fused/full/64x2", *names, "--seconds", "0")
+    assert status == 0
+    first, *others = (rows[name]["first_loss"] for name in names)
+    assert others == pytest.approx([first, first], rel=1e-3)
+    assert [rows[name]["gpus"] for name in names] == [1, 2, 2]
+    assert all(rows[name]["efficiency"] > 0 for name in names[1:])

@@ -70,8 +70,12 @@ def problem_of(
 @pytest.mark.parametrize(
     ("step", "late", "dtype", "programs"),
     [
-        *((step, late, torch.bfloat16, 132) for step in (V, 512) for late in (False, True)),
-        *((V, late, torch.bfloat16, 2) for late in (False, True)),
+        (V, False, torch.bfloat16, 132),
+        (512, True, torch.bfloat16, 132),
+        (V, True, torch.bfloat16, 2),
+        pytest.param(V, True, torch.bfloat16, 132, marks=pytest.mark.slow),
+        pytest.param(512, False, torch.bfloat16, 132, marks=pytest.mark.slow),
+        pytest.param(V, False, torch.bfloat16, 2, marks=pytest.mark.slow),
         (V, False, torch.float16, 132),
     ],
 )

@@ -202,7 +202,11 @@ def weights_by_shard() -> None:
         weights.save(model, Path(folder) / "model")
         with mock.patch.object(weights._Files, "block", recorded):
             loaded = weights.load(Path(folder) / "model", mesh=mesh_of(1, 2, 2))
-    assert max(read) == 280 * 16 // 4
+            assert max(read) == 280 * 16 // 4
+            once = sum(read)
+            read.clear()
+            weights.load(Path(folder) / "model", mesh=mesh_of(2, 2, 1))  # two devices have the same block
+            assert sum(read) == once
     ours, theirs = (dict(nnx.to_flat_state(nnx.state(each, nnx.Param))) for each in (loaded, model))
     for path, leaf in ours.items():
         np.testing.assert_array_equal(leaf[...], theirs[path][...])
@@ -253,6 +257,24 @@ def program(*several: dict[str, Any]) -> None:
         assert len(gathers) == 14 * layers
 
 
+def held_out() -> None:
+    """The loss of 64 batches, each a program that exchanges numbers."""
+    windows = [batch_of(seed) for seed in range(64)]
+    tokens, targets = (np.concatenate([getattr(one, name) for one in windows]) for name in ("tokens", "targets"))
+    trainers = [trainer_on(mesh) for mesh in (None, mesh_of(2, 2, 1))]
+    want, found = (one.held_out_loss(one.initial.params, Batch(tokens, targets, None)) for one in trainers)
+    assert abs(found - want) <= BOUND * want
+
+
+def frozen_layers() -> None:
+    """Where only the head trains, no input of a layer is kept for a backward pass."""
+    for sizes in ((4, 1, 1), (1, 4, 1)):
+        trainer = trainer_on(mesh_of(*sizes), UNTIED, freeze=("blocks", "embedding"), weight_decay=0.0)
+        least = least_memory(trainer, UNTIED, 16)
+        assert least.layer_inputs == 0
+        assert (least.gathered == 0) == (sizes[1] == 1)
+
+
 OPTIMIZERS = ("muon", "schedule_free_adamw", "adafactor")
 ADAPTERS = {
     "lora": LoraConfig(lora_rank=3),
@@ -301,6 +323,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "weights": weights_by_shard,
     "restored": restored,
     "repeats": repeats,
+    "held-out": held_out,
+    "frozen layers": frozen_layers,
     "fine-tuning": fine_tuning,
     "program": partial(program, {}),
     "programs": partial(
@@ -311,7 +335,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"50 steps {sizes}": partial(same_curve, [sizes], 50) for sizes in MESHES},
     **{name: partial(same_curve, [(1, 2, 2), (2, 1, 2)], 5, **changes) for name, changes in CHANGES.items()},
 }
-QUICK = ("places", "weights", "quick", "restored", "program")
+QUICK = ("places", "weights", "quick", "restored", "program", "frozen layers")
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +360,7 @@ def test_a_wrong_mesh_is_one_error(text: str) -> None:
 
 
 def test_a_mesh_has_all_devices() -> None:
-    with pytest.raises(RunError, match=r"--mesh must have the 1 cpu devices of this run, got 'data=2,fsdp=3' with 6"):
+    with pytest.raises(RunError, match=r"--mesh must multiply to 1, the number of cpu devices, got 'data=2,fsdp=3' "):
         make_mesh("data=2,fsdp=3")
     assert dict(make_mesh("tensor=1").shape) == {"data": 1, "fsdp": 1, "tensor": 1}
 
@@ -349,7 +373,7 @@ def test_a_mesh_has_all_devices() -> None:
         ((1, 1, 3), {}, 4, "--num-heads must be a multiple of 3 .*tensor 3.* got 4"),
         ((1, 1, 4), {}, 4, "--num-kv-heads must be a multiple of 4 .* got 2"),
         ((1, 1, 2), {"intermediate_size": 25}, 4, "--intermediate-size must be a multiple of 2 .* got 25"),
-        ((1, 2, 2), {"vocab_size": 282}, 4, "the vocabulary's size must be a multiple of 4 .* got 282"),
+        ((1, 2, 2), {"vocab_size": 282}, 4, r"size \(--vocab-size\) must be a multiple of 4 .* got 282"),
     ],
 )
 def test_what_a_mesh_does_not_divide_is_one_error(
@@ -360,16 +384,30 @@ def test_what_a_mesh_does_not_divide_is_one_error(
 
     def check() -> None:
         check_sizes(mesh, config, rows)
-        check_vocabulary(mesh, config)
+        check_vocabulary(mesh, config, "--vocab-size")
 
     with pytest.raises(RunError, match=message):
         check()
 
 
+@pytest.mark.parametrize(
+    ("axes", "kind", "got"),
+    [
+        (("data", "model"), AxisType.Auto, "data (AxisType.Auto), model (AxisType.Auto)"),
+        (AXES, AxisType.Explicit, "data (AxisType.Explicit), "),
+    ],
+)
+def test_a_trainer_takes_no_other_mesh(axes: tuple[str, ...], kind: AxisType, got: str) -> None:
+    mesh = jax.make_mesh((1,) * len(axes), axes, axis_types=(kind,) * len(axes))
+    message = "mesh must have the axes data, fsdp, tensor with AxisType.Auto, got "
+    with pytest.raises(ValueError, match=re.escape(message + got)):
+        Trainer(decoder_shapes(SHAPE), TrainConfig(), mesh=mesh)
+
+
 def test_parameters_must_fit_on_each_device() -> None:
     memory = DeviceMemory(4 * SHAPE.parameter_count() // 2, "of a device", True)
     check_parameters(SHAPE, LoraConfig(), memory, shards=2)
-    with pytest.raises(RunError, match=r"on each of 3 devices, more than the .* of a device"):
+    with pytest.raises(RunError, match=r"on each device, more than the .* of a device"):
         check_parameters(SHAPE, LoraConfig(), memory._replace(size=memory.size // 2), shards=3)
 
 

@@ -40,6 +40,7 @@ def test_layers_are_gathered_in_bfloat16_and_gradients_scattered(sizes: tuple[in
     summed = [one for kind in ("all-reduce", "reduce-scatter") for one in arrays(found, kind) if one[0] == "f32"]
     rows = {tokens, tokens * sizes[1], CLASSES // sizes[1] // sizes[2]}
     assert all(one[-1] == HIDDEN and one[1] in rows for one in summed if len(one) == 3), summed
+    assert not any(HIDDEN in one for one in summed if len(one) > 3), summed  # gradients of several layers
 
 
 def test_a_device_has_its_part_of_the_state() -> None:

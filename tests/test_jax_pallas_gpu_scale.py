@@ -62,6 +62,12 @@ CHECKS |= {
     for case in TOKEN_CASES
     if case.name in OF_TOKENS
 }
+# With rows that are computed again in a block of others.
+of_far_logits = next(case for case in CASES if case.name == "far logits")
+CHECKS |= {
+    "invariant": partial(check, of_far_logits, batch_invariant=True),
+    "tokens, invariant": partial(check, of_far_logits, "fsdp", 8 * 114, gather="tokens", batch_invariant=True),
+}
 # Heads that are gathered, whose gradient is sent in parts.
 CHECKS |= {
     f"head, {case.name}": partial(check, case, "fsdp", 8 * 116, gather="head")

@@ -277,19 +277,26 @@ def test_checkpoint_and_vmap_of_rows(function: str) -> None:
     def loss(x: Array, into: Array | None, w: Array = w) -> Array:
         return total(function, {"input": x, "linear_weight": w, "target": y, "grad_into": into})
 
-    each = jnp.stack([jax.grad(lambda w, one=one: loss(one, None, w))(w) for one in x])
-    found = jax.grad(jax.checkpoint(loss), argnums=(0, 1))(x[0], into)
+    @jax.jit  # one program
+    def gradients(x: Array, into: Array, intos: Array) -> tuple[Any, ...]:
+        return (
+            jnp.stack([jax.grad(lambda w, one=one: loss(one, None, w))(w) for one in x]),
+            jax.grad(loss)(x[0], None),
+            jax.grad(jax.checkpoint(loss), argnums=(0, 1))(x[0], into),
+            # The batch is rows of one call, which adds once.
+            jax.grad(lambda into: jax.vmap(loss, in_axes=(0, None))(x, into).sum())(into),
+            # A gradient of each element has a sum of its own.
+            jax.vmap(jax.grad(loss, argnums=1), in_axes=(0, None))(x, into),
+            jax.grad(lambda intos: jax.vmap(loss)(x, intos).sum())(intos),
+        )
+
+    intos = np.stack([into, 2 * into, 3 * into])
+    each, d_x, found, all_rows, *sums = jax.tree.map(np.asarray, gradients(x, into, intos))
     np.testing.assert_allclose(found[1] - into, each[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found[0], jax.grad(loss)(x[0], None), rtol=1e-5, atol=1e-6)
-    # The batch is rows of one call, which adds once.
-    all_rows = jax.grad(lambda into: jax.vmap(loss, in_axes=(0, None))(x, into).sum())(into)
+    np.testing.assert_allclose(found[0], d_x, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(all_rows - into, each.sum(0), rtol=1e-4, atol=1e-4)
-    # A gradient of each element has a sum of its own.
-    sums = jax.vmap(jax.grad(loss, argnums=1), in_axes=(0, None))(x, into)
-    np.testing.assert_allclose(sums - into, each, rtol=1e-5, atol=1e-5)
-    intos = jnp.stack([into, 2 * into, 3 * into])
-    sums = jax.grad(lambda intos: jax.vmap(loss)(x, intos).sum())(intos)
-    np.testing.assert_allclose(sums - intos, each, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(sums[0] - into, each, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(sums[1] - intos, each, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"grad_into must have a jax\.vmap axis where linear_weight, .* has one"):
         jax.vmap(loss, in_axes=(None, None, 0))(x[0], into, jnp.stack([w, w]))
 

@@ -136,6 +136,7 @@ CASES += (Case(name="saved, part", **WEIGHTED | PART, spec=LossSpec("none")),)
 # A float32 head that is split, or rounded.
 IN_FLOAT32 = ("mean", "token loss", "softcap, none", "far logits", "no token", "frozen head", "padded")
 IN_FLOAT32 += ("padded, softcap", "padded, log-probabilities", "smoothing", "smoothing, padded", "out of range")
+IN_FLOAT32 += ("padded, token loss",)
 
 
 ROUNDED = ("softcap, none", "far logits", "token loss", "padded", "padded, log-probabilities", "smoothing, padded")
@@ -155,7 +156,7 @@ def float32_heads(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 
 CASES += float32_heads(CASES)
 # Padding, token losses and float32 heads run in the quick suite, where one case has several of them.
-QUICK = ("class weights", "float16, shifted, token loss", "split head, padded", "bits", "confident", "errors")
+QUICK = ("class weights", "float16, shifted, token loss", "bits", "confident", "errors")
 QUICK += ("invariant", "invariant, sums", "saved, exchange", "float16, saved, confident")
 # Devices that divide the tokens. They have chunks of 48, 48 and 18 rows. At the end they gather 57 rows of each device
 # in two pieces, which overlap.
@@ -173,6 +174,7 @@ TOKEN_CASES = (
     Case(name="frozen input", **TOKENS, frozen=("input",)),
     Case(name="saved", **TOKENS | SAVED, spec=LossSpec("none")),
     Case(name="padded", **TOKENS_PADDED, spec=LossSpec(vocab_size=201), logit_std=8.0, with_stats=True),
+    Case(name="padded, token loss", **TOKENS_PADDED, **POLICY, spec=LossSpec(vocab_size=201), logit_std=40.0),
     replace(Case(name="out of range", **TOKENS, spec=LossSpec("none")), poison=TARGETS),
 )
 MOST: dict[str, Any] = TOKENS | {"vocab": 1024}  # 256 on each of four
@@ -204,7 +206,7 @@ TOKEN_CASES += (
 )
 TOKEN_CASES += float32_heads(TOKEN_CASES)
 QUICK_TOKENS = (
-    "tokens, split head, token loss",
+    "tokens, split head, padded, token loss",
     "tokens, smoothing",
     "tokens, exchange",
     "tokens, small probabilities",
@@ -416,7 +418,8 @@ def check_small_probabilities() -> None:
 def check_invariant(in_chunks: bool = False, gathers: bool = False) -> None:
     """With batch_invariant a row has the same bits among any rows, some of which are computed again, and the right
     gradient. Of one row the other device's sum is 0, which is no reason to compute it again. No kernel of this machine
-    computes d_input, so here each row is multiplied by itself. With `gathers` the devices have different rows."""
+    computes d_input, so here each row is multiplied by itself. With `gathers` the devices have different rows. With
+    `in_chunks` alone both passes of log-probabilities run, otherwise the one of a token loss."""
 
     def row_by_row(e: Any, w: Any, contract: tuple[int, int]) -> Any:
         return jax.lax.map(lambda row: float32_matmul(row[None], w, contract)[0], e)
@@ -432,7 +435,7 @@ def check_invariant(in_chunks: bool = False, gathers: bool = False) -> None:
         def body(x: Any, w: Any, y: Any, upstream: Any) -> Any:
             def loss(x: Any) -> Any:
                 invariant = KERNELS | options | {"batch_invariant": True}
-                if gathers:  # of one pass
+                if gathers or not in_chunks:
                     arguments = x, w, y, lambda log_prob, upstream: log_prob * upstream, upstream
                     value, found = linear_token_loss_with_stats(
                         *arguments, stats=("log_prob", "lse"), reduction="sum", **invariant
@@ -544,7 +547,7 @@ def check_exchange(dtype: Any = jnp.bfloat16, classes: int = 256, **options: Any
 def check_saved_with_confident_targets() -> None:
     """A confident target has the larger factor with a z-loss: theta, which only the device of the target has."""
     case = Case(name="confident", **ROWS | SAVED, spec=LossSpec("none", z_loss_weight=0.1), logit_std=8.0)
-    case = replace(case, dtype="float16", has_bias=False, poison=())
+    case = replace(case, dtype="float16", has_bias=False, has_class_weight=True, poison=())
     arrays = make_arrays(case)
     logits = arrays["input"].astype(np.float64) @ arrays["linear_weight"].astype(np.float64).T
     arrays["target"] = np.where(arrays["target"] < 0, arrays["target"], logits.argmax(1))

@@ -156,17 +156,31 @@ def in_torch(loss: Callable[..., Tensor], arrays: dict[str, np.ndarray], names: 
     return {"loss": value.detach().numpy(), "d_input": hidden.grad.numpy(), "d_weight": head.grad.numpy()}  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def in_jax(loss: Callable[..., Array], arrays: dict[str, np.ndarray], names: tuple[str, ...]) -> Results:
+@functools.cache
+def compiled(name: str, plain: bool) -> Callable[..., Any]:
+    """Returns a loss and its gradients in JAX as one program, which all tests share: of the page, or the plain one."""
+    _, options, _, plain_optax = LOSSES[name]
+
+    def unfused(x: Array, w: Array, y: Array, *others: Array) -> Array:
+        return plain_optax(log_probs_in_optax(x, w, y), *others)
+
+    loss = unfused if plain else functools.partial(of_the_page("jax_pallas", name), **options)
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))
+
+
+def in_jax(name: str, arrays: dict[str, np.ndarray], *, plain: bool) -> Results:
     """Returns the same from JAX."""
+    names = LOSSES[name][0]
     given = (jnp.asarray(arrays[name]) for name in ("hidden", "head", "target", *names))
-    value, (d_input, d_weight) = jax.jit(jax.value_and_grad(loss, (0, 1)))(*given)
+    value, (d_input, d_weight) = compiled(name, plain)(*given)
     return {"loss": np.asarray(value), "d_input": np.asarray(d_input), "d_weight": np.asarray(d_weight)}
 
 
 def results_of_the_page(framework: str, name: str, arrays: dict[str, np.ndarray]) -> Results:
     names, options, _, _ = LOSSES[name]
-    run = in_torch if framework == "core_triton" else in_jax
-    return run(functools.partial(of_the_page(framework, name), **options), arrays, names)
+    if framework == "jax_pallas":
+        return in_jax(name, arrays, plain=False)
+    return in_torch(functools.partial(of_the_page(framework, name), **options), arrays, names)
 
 
 def exact(name: str, arrays: dict[str, np.ndarray]) -> Results:
@@ -176,10 +190,10 @@ def exact(name: str, arrays: dict[str, np.ndarray]) -> Results:
 
 
 def unfused(framework: str, name: str, arrays: dict[str, np.ndarray]) -> Results:
-    names, _, plain_torch, plain_optax = LOSSES[name]
-    if framework == "core_triton":
-        return in_torch(lambda x, w, y, *others: plain_torch(log_probs_in_torch(x, w, y), *others), arrays, names)
-    return in_jax(lambda x, w, y, *others: plain_optax(log_probs_in_optax(x, w, y), *others), arrays, names)
+    names, _, plain_torch, _ = LOSSES[name]
+    if framework == "jax_pallas":
+        return in_jax(name, arrays, plain=True)
+    return in_torch(lambda x, w, y, *others: plain_torch(log_probs_in_torch(x, w, y), *others), arrays, names)
 
 
 @pytest.mark.parametrize("name", LOSSES)

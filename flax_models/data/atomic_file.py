@@ -1,6 +1,7 @@
 """Atomic replacement of files."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
     Readers see either the old file or the complete new one. Raises OSError if the file cannot be replaced.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # With the host's name, because containers on several hosts may have the same process ids.
+    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
         yield part
         part.replace(path)

@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -320,8 +320,9 @@ def _read(config: ModelConfig, files: _Files, mesh: Mesh | None) -> Iterator[tup
             yield part.path, jnp.asarray(read((slice(None),) * len(shape)))
         else:
             sharding = NamedSharding(mesh, spec_of(".".join(part.path), stacked=part.stacked))
-            # JAX's type of a callback admits None for the index, which it passes for no sharding.
-            callback: Any = read
+            # Several devices may have the same block. JAX's type of a callback admits None for the index, which it
+            # passes for no sharding.
+            callback: Any = cache(read)
             yield part.path, jax.make_array_from_callback(shape, sharding, callback)
 
 

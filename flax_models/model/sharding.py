@@ -4,8 +4,9 @@ A mesh has three axes. `data` and `fsdp` divide the rows of a batch, `fsdp` and 
 
     fsdp      the hidden size of each matrix. A device gathers the matrices of one block at a time, for that block.
     tensor    the heads and the width of the feed-forward layer: each device computes its part of a block.
-    both      the vocabulary, of the embedding and of the head. These are not gathered here: a device looks up its own
-              rows of the embedding, and the loss takes the head as it is.
+    both      the vocabulary, of the embedding and of the head. A device looks up the rows of the embedding that it has,
+              for the tokens of all devices, or gathers the embedding if these tokens are not fewer than its rows. The
+              loss takes the head as it is.
 
 The functions of this module apply to the mesh of the context, `jax.set_mesh`, if that has these three axes. Without it
 they return their arguments, and a program is that of one device. `AxisType.Auto` is used instead of explicit axes,
@@ -65,7 +66,7 @@ def spec_of(name: str, *, stacked: bool) -> P:
         >>> spec_of("blocks.attention.query.kernel", stacked=True)
         PartitionSpec(None, 'fsdp', 'tensor')
     """
-    axes = TABLE.get(".".join(name.split(".")[-2:])) or TABLE.get(name) or ()
+    axes = TABLE.get(".".join(name.split(".")[-2:]), ())
     return P(*(None,) * (stacked and bool(axes)), *axes)
 
 

@@ -24,7 +24,7 @@ Source: Chowdhery et al., "PaLM", 2022, appendix B, which counts attention in fu
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -123,10 +123,15 @@ def flops_per_token(config: ModelConfig, length: int | np.ndarray, trained: Mapp
     blocks += adapters
     weight_gradients = adapters + sum(trained[name] for name in in_blocks if name.endswith(".kernel"))
     weight_gradients += trained.get("embedding" if config.tie_embeddings else "head", 0)
-    through_blocks = bool(in_blocks) or "embedding" in trained
+    through_blocks = _trains_layers(trained)
     through_head = through_blocks or "final_norm.scale" in trained
     backward = weight_gradients + blocks * through_blocks + head * through_head
     return 2.0 * (blocks + head + backward) + 4.0 * attention * (3 if through_blocks else 1)
+
+
+def _trains_layers(trained: Iterable[str]) -> bool:
+    """Whether gradients of parameters with these names go back through the layers."""
+    return any(name == "embedding" or name.startswith("blocks.") for name in trained)
 
 
 class Memory(NamedTuple):
@@ -177,8 +182,8 @@ class LeastMemory(NamedTuple):
     parameters: int
     optimizer: int
     gradients: int
-    gathered: int  # the matrices of one layer, in the dtype of the computation
-    layer_inputs: int  # of all layers, which the backward pass needs with any remat
+    gathered: int  # the matrices of one layer in the dtype of the computation, where these are copies
+    layer_inputs: int  # of all layers, which a backward pass through them needs with any remat
 
     @property
     def total(self) -> int:
@@ -195,13 +200,16 @@ def least_memory(trainer: Trainer, config: ModelConfig, tokens: int) -> LeastMem
     """
     state, itemsize = trainer.initial, jnp.dtype(config.dtype).itemsize
     trained, _ = trainer.split(state.params)
-    tensor = 1 if trainer.mesh is None else trainer.mesh.shape["tensor"]
+    sizes = {"fsdp": 1, "tensor": 1} if trainer.mesh is None else trainer.mesh.shape
+    copied = sizes["fsdp"] > 1 or config.param_dtype != config.dtype
+    of_layer = _block_parameters(config) // max(config.num_layers, 1) // sizes["tensor"] * itemsize
+    inputs = config.num_layers * tokens * config.hidden_size * itemsize
     return LeastMemory(
         parameters=device_bytes(state.params),
         optimizer=device_bytes(state.optimizer),
         gradients=device_bytes(trained),
-        gathered=_block_parameters(config) // max(config.num_layers, 1) // tensor * itemsize,
-        layer_inputs=config.num_layers * tokens * config.hidden_size * itemsize,
+        gathered=of_layer * copied,
+        layer_inputs=inputs * _trains_layers(trainer.trained),
     )
 
 
@@ -250,7 +258,7 @@ def check_parameters(config: ModelConfig, lora: LoraConfig, memory: DeviceMemory
     limit = "the memory" if memory is None else f"the {describe_bytes(memory.size)} {memory.whose}"
     raise RunError(
         f"the model is too large: its {count:,} parameters need {describe_bytes(size)}"
-        f"{'' if shards == 1 else f' on each of {shards} devices'}, more than {limit}, got {shown}"
+        f"{'' if shards == 1 else ' on each device'}, more than {limit}, got {shown}"
     )
 
 

@@ -7,6 +7,9 @@ Orbax writes a checkpoint to a temporary folder and renames it when it is comple
 complete checkpoints, and possibly a temporary folder that the next run removes. Then `files.json` is added, with the
 size and CRC-32 of each file and the shape and dtype of each array. It is verified before a checkpoint is read. If a
 file is truncated, missing or changed, the error names it on one line, and an older checkpoint is used.
+
+If a run has several processes, each writes and reads the arrays of its devices, in a folder that all of them have.
+Process 0 writes and verifies `files.json`.
 """
 
 import json
@@ -19,6 +22,7 @@ import jax
 
 from flax_models.data.atomic_file import atomic_file
 from flax_models.errors import RunError
+from flax_models.train.processes import from_first, is_first, wait_for_all
 from flax_models.train.step import TrainState
 
 KEPT = 2  # number of checkpoints kept: the latest, and the one before in case the latest is damaged
@@ -95,7 +99,8 @@ class Checkpoints:
                 step,
                 args=args.Composite(state=args.StandardSave(state._asdict()), sampler=args.JsonSave(sampler)),
             )
-            _write_manifest(self._folder / str(step), state)
+            if is_first():
+                _write_manifest(self._folder / str(step), state)
         except Exception as error:  # for a full disk, OSError or an exception type of the storage library
             raise RunError(
                 f"cannot write the checkpoint of step {step} to {self._folder}: {_first_line(error)}; "
@@ -134,13 +139,15 @@ class Checkpoints:
         faults: list[str] = []
         for step in steps:
             folder = self._folder / str(step)
-            fault = _fault(folder)
+            fault = from_first((_fault(folder) or "") if is_first() else "") or None
             if fault is None:
                 _check_arrays(folder, like)
                 try:
                     restored = self._read(step, like)
                 except Exception as error:  # a damaged file raises one of many types, with a long message
                     fault = _first_line(error)
+                    if jax.process_count() > 1:  # others may have read it
+                        raise RunError(f"cannot read the checkpoint {folder}: {fault}") from None
                 else:
                     if self._writes:
                         self._set_aside(steps[: len(faults)])
@@ -166,10 +173,11 @@ class Checkpoints:
         return TrainState(**restored["state"]), restored["sampler"]
 
     def _set_aside(self, steps: list[int]) -> None:
-        for step in steps:
+        for step in steps if is_first() else ():
             folder = self._folder / str(step)
             folder.rename(unused_path(folder, BROKEN))
         if steps:
+            wait_for_all("damaged checkpoints are renamed")
             self._manager.reload()
 
     def close(self) -> None:

@@ -30,11 +30,13 @@ Packing = Literal["windows", "best_fit", "none"]
 MOST_SAMPLE_TOKENS = 1_000_000  # the random keys of all tokens are made at once
 SEEDS = 2**32  # JAX uses the lowest 32 bits: larger seeds would repeat the results of smaller ones
 
-# Options that may differ between a run and its continuation, because they do not affect the trained model. The text may
-# have another path; its hash must be the same.
+# Options that may differ between a run and its continuation, because they do not affect the trained model, but for the
+# rounding of another mesh. The text may have another path; its hash must be the same.
 FREE_ON_RESUME = frozenset(
     {"resume", "runs", "name", "data", "log_every", "prompt", "sample_tokens", "profile", "mesh"}
 )
+# Options of one process. They are not options of its run, so config.json does not have them.
+OF_PROCESS = ("coordinator", "process_count", "process_id")
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,15 @@ class RunConfig:
     """Continue a run from its last checkpoint with its original options. On the CPU, the results are bit-for-bit those
     of an uninterrupted run; on a GPU, they are if both runs use XLA_FLAGS=--xla_gpu_deterministic_ops=true."""
     mesh: str | None = None
-    """Sizes of the axes over which all devices are divided, such as data=2,fsdp=2,tensor=1 (docs/scale.md); the others
-    have size 1; none: one device. With --resume, it may be another mesh than before."""
+    """Sizes of the axes of the mesh, such as data=2,fsdp=2,tensor=1, whose product is the number of devices; the others
+    have size 1 (docs/scale.md); none: one device. With --resume, it may be another mesh than before."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0 of a run in several processes, with --process-count and --process-id; none: SLURM, Open
+    MPI, Kubernetes or torchrun's variables say which processes there are, if there are several (docs/scale.md)."""
+    process_count: int | None = None
+    """Number of processes, with --coordinator."""
+    process_id: int | None = None
+    """Which of the processes this is, from 0, with --coordinator."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     prompt: str = ""
@@ -195,6 +204,8 @@ class RunConfig:
             raise ValueError(f"--adapter requires the --weights that it was trained on, got only {self.lora.adapter}")
         if self.mesh is not None:
             mesh_sizes(self.mesh)
+        elif self.coordinator is not None:
+            raise ValueError(f"--coordinator requires --mesh, got only {self.coordinator}")
         check_seed(self.seed)
         if not 0 <= self.sample_tokens <= MOST_SAMPLE_TOKENS:
             raise ValueError(f"--sample-tokens must be in [0, {MOST_SAMPLE_TOKENS:,}], got {self.sample_tokens}")
@@ -271,8 +282,9 @@ def _flag(name: str) -> str:
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:
-    """Returns the options as a JSON object."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    """Returns the options of a run as a JSON object."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in OF_PROCESS}
+    return json.loads(json.dumps(values, default=str))
 
 
 def from_json(values: dict[str, Any]) -> RunConfig:
@@ -281,7 +293,7 @@ def from_json(values: dict[str, Any]) -> RunConfig:
 
 
 def _build[T](cls: type[T], values: dict[str, Any]) -> T:
-    hints = typing.get_type_hints(cls)
+    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name not in OF_PROCESS}
     if odd := set(values) ^ set(hints):
         raise RunError(
             f"config.json was written by another version, which differs in these fields: {', '.join(sorted(odd))}"

@@ -168,7 +168,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
 
     Raises:
         RunError: a loss or a gradient is not finite, gradients are zero, or a file cannot be written.
-        Stopped: SIGINT or SIGTERM was received; the current step was finished and saved.
+        Stopped: SIGINT or SIGTERM was received, by this process or another; the current step was finished and saved.
     """
     start = int(jax.device_get(state.step))
     fetcher, clock = _Fetcher(parts), parts.clock
@@ -210,8 +210,8 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
                 fetcher.skip_time()
             elif step % config.log_every == 0:
                 fetcher.fetch(keep=1)
-            if stop.signal is not None:
+            if (received := stop.after(step)) is not None:
                 fetcher.fetch(keep=0)
                 save(step)
-                raise Stopped(stop.signal, f"step {step:,} of {config.steps:,} is saved; --resume continues from it")
+                raise Stopped(received, f"step {step:,} of {config.steps:,} is saved; --resume continues from it")
     return state

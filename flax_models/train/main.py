@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ from flax_models.train.accounting import (
 from flax_models.train.arguments import check_shape, parse
 from flax_models.train.baselines import Baselines
 from flax_models.train.checkpoint import Checkpoints
-from flax_models.train.config import RunConfig, TrainConfig
+from flax_models.train.config import RunConfig, TrainConfig, to_json
 from flax_models.train.loop import Cost, RunParts, train
 from flax_models.train.mesh import (
     check_sizes,
@@ -58,9 +59,19 @@ from flax_models.train.mesh import (
     make_mesh,
     parameter_shards,
 )
-from flax_models.train.metrics import MetricsLog, read_rows
+from flax_models.train.metrics import MetricsLog, NoMetrics, read_rows
 from flax_models.train.optimizers import learning_rate_schedule
 from flax_models.train.plot import plot_losses
+from flax_models.train.processes import (
+    GRACE,
+    Peers,
+    check_agreement,
+    find_launch,
+    from_first,
+    is_first,
+    join,
+    wait_for_all,
+)
 from flax_models.train.profile import SKIPPED, Clock, Tracer, device_table, operation_parts, operations
 from flax_models.train.run_folder import (
     RunLock,
@@ -78,7 +89,10 @@ from flax_models.train.task_data import Data, Text, make_data, read_text
 from jax_pallas import explain
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no autotuning of kernels
-LESS_MEMORY = "to reduce it, use a larger --accumulate, --remat full, or a smaller --batch-size or --max-seq-len"
+LESS_MEMORY = (
+    "to reduce it, use a larger --accumulate, --remat full, a smaller --batch-size or --max-seq-len, or more devices "
+    "(--mesh)"
+)
 
 
 @dataclass
@@ -106,15 +120,19 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
     if config.weights is not None and not resumed:
         check_tensors(config.weights, config.model)
     mesh = None if config.mesh is None else make_mesh(config.mesh)
-    check_parameters(config.model, config.lora, device_memory(jax.devices()[0]), shards=parameter_shards(mesh))
+    check_parameters(config.model, config.lora, device_memory(jax.local_devices()[0]), shards=parameter_shards(mesh))
     _attention(config.model, packed=False)
     train_config = config.train.with_rows(config.model.max_seq_len)
     if mesh is not None:
         check_sizes(mesh, config.model, train_config.batch_size // train_config.accumulate)
-    folder = resumed or new_folder(config)
+        if config.weights is not None:
+            check_vocabulary(mesh, config.model, "of --weights")
+    check_agreement("the options", json.dumps(to_json(config)))
+    first = is_first()
+    folder = resumed or Path(from_first(str(new_folder(config)) if first else ""))
     status.folder = resumed
     with ExitStack() as stack:
-        if resumed:
+        if resumed and first:
             _hold(stack, RunLock(folder), display)
         origin = config.config if config.weights is None else f"from {config.weights}"
         display.fact("run", f"{folder} ({'continued' if resumed else origin})")
@@ -125,16 +143,18 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         if config.lora.adapter is not None and not resumed:
             check_adapter(config.lora.adapter, config.model, config.lora)
         text = read_text(config, resumed, display)
+        check_agreement("the text", text.corpus.sha256)
+        check_agreement("the tokenizer", text.vocabulary.tokenizer.to_str())
         model_config = text.vocabulary.fit(config.model)
         if mesh is not None:
-            check_vocabulary(mesh, model_config)
+            check_vocabulary(mesh, model_config, "--vocab-size" if config.tokenizer is None else "of --tokenizer")
         length = model_config.max_seq_len
         data = make_data(text, train_config, length, config.seed, model_config.vocab_size)
         stack.callback(data.sampler.close)
         for label, fact in data.facts:
             display.fact(label, fact)
 
-        from_checkpoint = resumed is not None and has_checkpoint(folder, train_config)
+        from_checkpoint = bool(from_first("yes" if resumed and has_checkpoint(folder, train_config) else ""))
         if from_checkpoint:
             model = adapted_shapes(model_config, config.lora)
         else:
@@ -149,13 +169,14 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
             f"{train_config.steps * data.tokens / data.size:.2f} passes over the data",
         )
 
-        if not resumed:
+        if not resumed and first:
             record, with_weights = RunRecord(config, text.corpus.sha256), config.weights is not None
             if moved := move_failed(folder):
                 display.fact("moved", f"an earlier {folder} without a checkpoint to {moved}")
             lock = make_folder(folder, record, lambda part: text.vocabulary.write(part, weights=with_weights))
-            status.folder = folder
             _hold(stack, lock, display)
+        wait_for_all("the run's folder exists")
+        status.folder = folder
         checkpoints = Checkpoints(folder / "checkpoints", writes=True)
         stack.callback(checkpoints.close)
         state = _restore(trainer, data.sampler, checkpoints, display) if from_checkpoint else trainer.initial
@@ -165,19 +186,19 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
             state = jax.device_put(state, jax.devices()[0])  # like a restored state, so that both use one compiled step
         del trainer.initial  # frees its device memory
         start = int(state.step)
-        if resumed:
+        if resumed and first:
             _extend(folder, config.train, start, display)
         parts = RunParts(
             trainer=trainer,
             sampler=data.sampler,
             held_out=data.held_out,
             checkpoints=checkpoints,
-            metrics=MetricsLog(folder, after=start),
+            metrics=MetricsLog(folder, after=start) if first else NoMetrics(),
             display=display,
             cost=cost,
             describe=data.describe,
             clock=Clock(),
-            tracer=Tracer(folder / "profile" if config.profile else None, start + 1, train_config.steps),
+            tracer=Tracer(folder / "profile" if config.profile and first else None, start + 1, train_config.steps),
         )
         trained = time.monotonic()
         try:
@@ -186,8 +207,9 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         finally:
             parts.tracer.stop()
             parts.metrics.close()
-            _plot(folder, data.baselines, display)
-        if config.profile:
+            if first:
+                _plot(folder, data.baselines, display)
+        if config.profile and first:
             _report_times(parts, train_config.steps - start, trained)
 
         params = trainer.evaluated(state)
@@ -205,7 +227,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
             "train_seconds": round(trained, 1),
             "seconds": round(seconds, 1),
         }
-        (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if first:
+            (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     display.line()
     display.line(
         f"{duration(seconds)} in total, of which {duration(trained)} training; the run and loss.png are in {folder}/"
@@ -256,7 +279,7 @@ def _describe_costs(
     trainer: Trainer, config: ModelConfig, train_config: TrainConfig, data: Data, display: Display, *, traceable: bool
 ) -> Cost:
     """Compiles the step, prints the implementations and the memory, and returns the cost of a token."""
-    device, length = jax.devices()[0], config.max_seq_len
+    device, length = jax.local_devices()[0], config.max_seq_len
     parameters = sum(np.size(leaf) for leaf in jax.tree.leaves(trainer.initial.params))
     trainable = sum(part.size for part in trainer.parts)
     display.fact(
@@ -304,14 +327,13 @@ def _check_least(memory: LeastMemory, device: Any, display: Display) -> None:
     display.fact("estimate", f"{needed}: {details}")
     if found is not None and found.limit and memory.total > found.size:
         raise RunError(
-            f"a step needs {needed}, more than the {describe_bytes(found.size)} {found.whose}; {LESS_MEMORY}, "
-            f"or more devices along fsdp"
+            f"a step needs {needed}, more than the {describe_bytes(found.size)} {found.whose}; {LESS_MEMORY}"
         )
 
 
 def _compile(trainer: Trainer, shape: tuple[int, int, int | None], display: Display, *, traceable: bool) -> None:
     """Compiles the step and prints its memory; raises RunError if it exceeds the memory that JAX may use."""
-    device, began = jax.devices()[0], time.monotonic()
+    device, began = jax.local_devices()[0], time.monotonic()
     try:
         compiled = trainer.compile(*shape, traceable=traceable)
     except jax.errors.JaxRuntimeError as error:
@@ -324,7 +346,8 @@ def _compile(trainer: Trainer, shape: tuple[int, int, int | None], display: Disp
         display.fact("memory", f"not reported by {device.platform} devices")
         return
     details = ", ".join(f"{name} {describe_bytes(size)}" for name, size in memory._asdict().items())
-    display.fact("memory", f"{describe_bytes(memory.total)} per step: {details}")
+    of_device = "" if trainer.mesh is None else " on each device"
+    display.fact("memory", f"{describe_bytes(memory.total)} per step{of_device}: {details}")
     if found is None:
         return
     relation = "MORE THAN" if memory.total > found.size else "of"
@@ -416,24 +439,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     the user can fix is one line on stderr.
     """
     _silence_libraries()
-    console = Console()
     before, status = _stop_on_terminate(), RunStatus()
+    peers: Peers | None = None
+    line, code, together = "", 0, True  # the line to print, the exit status, and whether all processes end with these
     try:
         config, resumed = parse(sys.argv[1:] if arguments is None else arguments)
-        run(config, resumed, Display(console), status)
+        if config.mesh is not None:
+            launch = find_launch(config.coordinator, config.process_count, config.process_id, os.environ)
+            peers = None if launch is None else join(launch, lambda: resume_advice(status.folder))
+        run(config, resumed, Display(Console(quiet=peers is not None and not is_first())), status)
     except (RunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        line, code, together = f"error: {error}", 1, False
     except Stopped as stopped:
-        print(f"{stopped}: {stopped.saved or resume_advice(status.folder)}", file=sys.stderr)
-        return stopped.status
+        line, code = f"{stopped}: {stopped.saved or resume_advice(status.folder)}", stopped.status
+        together = stopped.saved is not None
     except KeyboardInterrupt:
-        print(f"stopped: {resume_advice(status.folder)}", file=sys.stderr)
-        return 130
+        line, code, together = f"stopped: {resume_advice(status.folder)}", 130, False
+    except Exception as error:
+        if peers is None:
+            raise
+        time.sleep(GRACE)  # if another process is lost, so that an exchange failed, `peers` ends this one here
+        traceback.print_exc()
+        line, code, together = f"error: {type(error).__name__} (see above)", 1, False
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
-    return 0
+    if peers is not None:
+        if not together:
+            peers.end(line, code)
+        peers.leave()
+    if line and (peers is None or is_first()):
+        print(line, file=sys.stderr)
+    return code
 
 
 def _silence_libraries() -> None:

@@ -50,7 +50,8 @@ def make_mesh(text: str) -> Mesh:
     count = math.prod(sizes.values())
     if count != len(devices):
         raise RunError(
-            f"--mesh must have the {len(devices)} {devices[0].platform} devices of this run, got {text!r} with {count}"
+            f"the sizes of --mesh must multiply to {len(devices)}, the number of {devices[0].platform} devices, "
+            f"got {text!r} with {count}"
         )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -73,9 +74,16 @@ def check_sizes(mesh: Mesh, config: ModelConfig, rows: int) -> None:
         _check_divides(mesh, name, size, axes)
 
 
-def check_vocabulary(mesh: Mesh, config: ModelConfig) -> None:
-    """Raises RunError unless the axes of a mesh divide the vocabulary of a model."""
-    _check_divides(mesh, "the vocabulary's size", config.vocab_size, CLASSES)
+def check_vocabulary(mesh: Mesh, config: ModelConfig, option: str) -> None:
+    """Raises RunError, which names the option that decides it, unless the axes of a mesh divide the vocabulary."""
+    _check_divides(mesh, f"the vocabulary's size ({option})", config.vocab_size, CLASSES)
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raises ValueError, which names the argument, unless a mesh has the axes of the table, and these are automatic."""
+    if set(mesh.axis_names) != set(AXES) or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        kinds = ", ".join(f"{name} ({kind})" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
+        raise ValueError(f"mesh must have the axes {', '.join(AXES)} with AxisType.Auto, got {kinds}")
 
 
 def _check_divides(mesh: Mesh, name: str, size: int, axes: tuple[str, ...]) -> None:
@@ -104,7 +112,7 @@ def state_placements(mesh: Mesh, state: Any) -> Any:
     leaves = jax.tree_util.tree_flatten_with_path(state.params)[0]
     found = {name_of(path): (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
 
-    def spec_of(path: tuple[Any, ...], leaf: Any) -> P:
+    def spec_at(path: tuple[Any, ...], leaf: Any) -> P:
         words = name_of(path).split(".")
         for first in range(len(words)):
             shape, spec = found.get(".".join(words[first:]), (None, P()))
@@ -113,7 +121,7 @@ def state_placements(mesh: Mesh, state: Any) -> Any:
         return P()
 
     # The names of the parameters are among those of the state, so one rule is enough.
-    return _placed(mesh, jax.tree_util.tree_map_with_path(spec_of, state))
+    return _placed(mesh, jax.tree_util.tree_map_with_path(spec_at, state))
 
 
 def with_placements(shapes: Any, placements: Any) -> Any:

@@ -113,3 +113,19 @@ class MetricsLog:
         for file in (self._file, self._events):
             with contextlib.suppress(OSError):
                 file.close()
+
+
+class NoMetrics(MetricsLog):
+    """Writes nothing: process 0 writes the metrics of all processes."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, step: int, **values: float) -> None:
+        """Does nothing."""
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""

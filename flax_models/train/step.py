@@ -19,7 +19,7 @@ from flax_models.model.lora_config import LoraConfig
 from flax_models.model.parameters import has_gradient, is_adapter, name_of, names_that_train, parts_of
 from flax_models.model.sharding import by_rows
 from flax_models.train.config import TrainConfig
-from flax_models.train.mesh import batch_placement, loss_axes, put_batch, state_placements, with_placements
+from flax_models.train.mesh import batch_placement, check_mesh, loss_axes, put_batch, state_placements, with_placements
 from flax_models.train.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
 from flax_models.train.profile import TRACEABLE
 from jax_pallas import linear_cross_entropy, sharded
@@ -59,7 +59,8 @@ class Trainer:
             has only shapes and dtypes.
         config: options of the optimizer and of the loss.
         lora: options with which the model was adapted (`flax_models.model.lora.adapt`); None: it has no adapters.
-        mesh: devices over which the state and the batches are divided (`flax_models.train.mesh`); None: one device.
+        mesh: devices over which the state and the batches are divided, with the axes "data", "fsdp" and "tensor" of
+            `AxisType.Auto`, as `flax_models.train.mesh.make_mesh` makes it; None: one device.
 
     Attributes:
         initial: the state before the first step; `del` it when it is no longer needed, to free its memory.
@@ -71,12 +72,15 @@ class Trainer:
     Raises:
         RunError: `config.freeze` or `lora.unfreeze` matches no parameter, nothing is left to train, or the optimizer
             does not support the parameters that train.
-        ValueError: the model has adapters and `lora` has rank 0, or the model has none and `lora` has a rank.
+        ValueError: the model has adapters and `lora` has rank 0, or the model has none and `lora` has a rank, or
+            `mesh` has other axes.
     """
 
     def __init__(
         self, model: Decoder, config: TrainConfig, lora: LoraConfig | None = None, mesh: Mesh | None = None
     ) -> None:
+        if mesh is not None:
+            check_mesh(mesh)
         self.mesh = mesh
         self._graph, params = nnx.split(model)
         lora = LoraConfig() if lora is None else lora
@@ -221,8 +225,12 @@ class Trainer:
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
         """Returns the mean loss in nats per token, without z-loss and label smoothing; waits for the device."""
         batches = [self.put(batch) for batch in padded(windows, self._config.batch_size)]
+        sums = []
         with self.context():
-            sums = [self._loss_sum(params, batch) for batch in batches]
+            for batch in batches:
+                sums.append(self._loss_sum(params, batch))
+                if self.mesh is not None:  # CPU devices that exchange for several programs at once can wait forever
+                    jax.block_until_ready(sums[-1])
         return float(np.sum(jax.device_get(sums), dtype=np.float64) / windows.counted)
 
     def compile(

@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: the first signal stops the loop after the current step, the second kills the process."""
+"""Ctrl-C and SIGTERM: the first signal stops the loop after the current step, the second kills the process.
+
+If a run has several processes and one of them receives a signal, all stop after the same step. JAX's coordination
+service handles SIGTERM for them, and Ctrl-C becomes SIGTERM.
+"""
 
 import os
 import signal
@@ -6,6 +10,9 @@ import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+import jax
+from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides the cursor; a second signal would leave it hidden
@@ -16,6 +23,7 @@ class StopRequest:
 
     After the first signal, both signals have the default action of the operating system, which kills the process even
     while it waits in a library. Outside the main thread, where Python allows no signal handlers, nothing is recorded.
+    With several processes, `signal` is set by `after` only.
 
     Example:
         >>> with StopRequest() as stop:
@@ -28,15 +36,28 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if jax.process_count() > 1:
+            handler = signal.getsignal(signal.SIGTERM)  # of Python, which is restored; until then JAX has another
+            self._before = {signal.SIGINT: signal.signal(signal.SIGINT, self._forward), signal.SIGTERM: handler}
+        elif threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
+
+    def after(self, step: int) -> signal.Signals | None:
+        """Returns the signal after which to stop at this step, None to continue; all processes call it in each step."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.signal = signal.SIGTERM
+        return self.signal
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
