@@ -397,7 +397,7 @@ def run_loss_and_gradients(
         return *kept, *gradients, scales
 
     key = "loss_and_gradients", needs_grad, statistics, reduce
-    results = run() if scatter is not None else _recorded(key, arrays, weights, options, run, grad_into)
+    results = run() if scatter is not None else recorded(key, arrays, weights, options, run, [grad_into])
     return Losses(*results[:-4]), Gradients(*results[-4:-1]), results[-1]
 
 
@@ -481,7 +481,7 @@ def run_losses(
         loss, found = plan_b(arrays, options, row_weight, statistics=statistics, reduce=reduce, other_passes=backward)
         return kept_losses(loss, row_weight, found, statistics=statistics, backward=any(needs_grad))
 
-    return Losses(*_recorded(("losses", needs_grad, statistics, reduce), arrays, weights, options, run))
+    return Losses(*recorded(("losses", needs_grad, statistics, reduce), arrays, weights, options, run))
 
 
 def plan_b(
@@ -565,15 +565,21 @@ def _scaled_exp(problem: Problem, needs_grad: NeedsGrad, **options: Any) -> tupl
     return scaled_exp(problem, needs_grad, **options)
 
 
-def _recorded(
+def recorded(
     key: tuple[Any, ...],
     arrays: Arrays,
     weights: TokenWeights,
     options: Options,
     run: Callable[[], tuple[Any, ...]],
-    grad_into: Tensor | None = None,
+    others: Sequence[Tensor | None] = (),
 ) -> tuple[Any, ...]:
-    """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed."""
+    """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed.
+
+    Args:
+        key, run: of `replay.call`.
+        arrays, weights, others: its inputs.
+        options: of the call, a part of its key.
+    """
     if (
         options.vocab_group
         or options.implementation == "chunked"
@@ -584,7 +590,7 @@ def _recorded(
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 
-    return replay.call((key, options), arrays.input.device, (*arrays, *weights, grad_into), run)
+    return replay.call((key, options), arrays.input.device, (*arrays, *weights, *others), run)
 
 
 def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
@@ -614,7 +620,7 @@ def run_row_gradients(
         return plan_c(arrays, options, upstream, lse, needs_grad, None, grad_into)
 
     weights = TokenWeights(upstream, lse)
-    return Gradients(*_recorded(("row_gradients", needs_grad), arrays, weights, options, run, grad_into))
+    return Gradients(*recorded(("row_gradients", needs_grad), arrays, weights, options, run, [grad_into]))
 
 
 def plan_c(

@@ -237,7 +237,7 @@ def run_saved_losses(
         loss, found, saved = _save(arrays, options, row_weight, needs_grad, statistics)
         return *ops.kept_losses(loss, row_weight, found, statistics=statistics, backward=True), *saved
 
-    results = ops._recorded(("saved_losses", needs_grad, statistics), arrays, weights, options, run)
+    results = ops.recorded(("saved_losses", needs_grad, statistics), arrays, weights, options, run)
     of_losses = len(Losses._fields)
     return SavedLosses(Losses(*results[:of_losses]), SavedRows(*results[of_losses:]))
 

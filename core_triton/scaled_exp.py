@@ -57,6 +57,7 @@ from core_triton import (
     shard_rows,
     target_grad,
     tile_config,
+    token_kernels,
 )
 from core_triton.first_chunk import StoredExponentials, Stores
 from core_triton.head_copy import head_of
@@ -646,11 +647,10 @@ def _fit_in_float16(
 def _weights_of_token_loss(numbers: ChunkNumbers, rows: PackedRows, chunk: slice, hook: TokenHook) -> At:
     """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
     # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
-    ones = (rows.row_weight[chunk] != 0).float()
+    ones = token_kernels.contributes(rows.row_weight[chunk])
     _finish_rows(numbers, rows, chunk, row_weight=At(ones, 0), e=None, x=None, by_row=True)
     _finish_statistics(numbers, rows, chunk)
-    order = rows.order[chunk]
-    weight = hook.process(order, rows.loss_out[order])
+    weight = hook.process(rows.order[chunk], rows.loss_out, of_call=True)
     assert weight is not None
     return At(weight, 0)
 

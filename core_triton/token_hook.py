@@ -70,7 +70,9 @@ class TokenHook:
         """How many bytes the vectors take at most, without those that the token loss allocates and the results."""
         return bytes_of(len(self.row_weight), self.per_token, with_entropy=self.with_entropy)
 
-    def process(self, rows: slice | Tensor, nll: Tensor, entropy: Tensor | None = None) -> Tensor | None:
+    def process(
+        self, rows: slice | Tensor, nll: Tensor, entropy: Tensor | None = None, *, of_call: bool = False
+    ) -> Tensor | None:
         """Calls and differentiates the token loss on rows of the call, and writes their results. Returns their weights
         in the gradients (n,), if those are needed.
 
@@ -81,9 +83,8 @@ class TokenHook:
             rows: which rows of the call, (n,) int64 if not a slice.
             nll: (n,) their negative log-likelihoods, NaN where the target is not a class.
             entropy: (n,) if the function takes it.
+            of_call: whether nll is (N,), of all rows of the call. `rows` is then no slice.
         """
-        if self.log_prob is not None:
-            self.log_prob[rows] = log_prob_of(nll, self.row_weight[rows] != 0)
         if self.kernels and isinstance(self.token_loss, Named):
             from core_triton import token_kernels  # Triton is not on every machine that has PyTorch
 
@@ -93,13 +94,19 @@ class TokenHook:
                 nll,
                 self.row_weight,
                 self.per_token,
+                of_call=of_call,
                 loss=self.loss,
                 gradient_weight=self.gradient_weight,
+                log_prob=self.log_prob,
                 d_per_token=self.d_per_token,
             )
             if entropy is not None:
-                self._add_bonus(self.token_loss.entropy_weight, rows, nll, entropy, weight)
+                self._add_bonus(self.token_loss.entropy_weight, rows, nll[rows] if of_call else nll, entropy, weight)
             return weight
+        if of_call:
+            nll = nll[rows]
+        if self.log_prob is not None:
+            self.log_prob[rows] = log_prob_of(nll, self.row_weight[rows] != 0)
         contributes, kept, log_prob = self._factors(rows, nll)
         per_token = [one[rows] for one in self.per_token]
         arguments = per_token if entropy is None else [entropy, *per_token]

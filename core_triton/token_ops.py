@@ -113,11 +113,13 @@ def token_stats(
     stats: Sequence[bool], log_prob: Tensor | None, row_weight: Tensor, found: Losses | RowStatistics
 ) -> TokenStats:
     """Returns these fields of the statistics, made from what a pass over the logits found."""
-    top1 = None
-    if found.target_logit is not None and found.max is not None:
+    top1, wanted = None, dict(zip(TokenStats._fields, stats, strict=True))
+    if wanted["is_top1"]:
+        assert found.target_logit is not None
+        assert found.max is not None
         top1 = row_math.is_top1(row_weight, found.target_logit, found.max)
     made = log_prob, found.entropy, found.lse, found.argmax, top1, found.mean_logit, found.sum_squared_probs
-    return TokenStats(*(one if wanted else None for one, wanted in zip(made, stats, strict=True)))
+    return TokenStats(*(one if kept else None for one, kept in zip(made, stats, strict=True)))
 
 
 def _stats_in_place(stats: Sequence[bool], found: Iterable[Tensor]) -> TokenStats:
@@ -158,7 +160,26 @@ class TokenLossAndGradients(torch.autograd.Function):
 
 
 def run_token_loss(call: TokenCall) -> TokenLossResults:
-    """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
+    """Runs the plan. The launches of a named loss are recorded and replayed. Any other loss may do more than launch."""
+    if not isinstance(call.token_loss, Named):
+        return _run_plan(call)
+
+    def run() -> tuple[Tensor | None, ...]:
+        loss, found, gradients, scales, d_per_token = _run_plan(call)
+        return loss, *found, *gradients, scales, *d_per_token
+
+    kind = "token_loss", call.token_loss, call.needs_grad, *call.d_per_token, *call.stats, call.with_entropy
+    loss, *rest = ops.recorded(
+        kind, call.arrays, call.weights, call.options, run, others=(call.grad_into, *call.per_token)
+    )
+    assert loss is not None
+    results = iter(rest)
+    stats = TokenStats(*(next(results) for _ in TokenStats._fields))
+    gradients = Gradients(*(next(results) for _ in Gradients._fields))
+    return TokenLossResults(loss, stats, gradients, next(results), tuple(results))
+
+
+def _run_plan(call: TokenCall) -> TokenLossResults:
     arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, with_entropy, grad_into = call
     statistics = statistics_of(stats, with_entropy)
     row_weight = ops.compute_row_weights(arrays, weights, options)

@@ -57,6 +57,7 @@ from core_triton import (
     scaled_exp,
     target_grad,
     tile_config,
+    token_kernels,
     token_losses,
 )
 from core_triton import kernels as triton_kernels
@@ -939,7 +940,8 @@ def batch_invariant_differences(
 
 def run_token_kernel() -> None:
     """Compares `token_kernels` with the formulas under autograd: all named losses, on rows in any order and on a slice,
-    with strided arguments of other dtypes, and with rows that do not contribute or are NaN."""
+    with strided arguments of other dtypes, and with rows that do not contribute or are NaN. With rows in any order the
+    kernel gets nll of all rows of the call."""
     generator = torch.Generator().manual_seed(0)
     tokens, n = 700, 600
     row_weight = torch.rand(tokens, generator=generator)
@@ -963,11 +965,15 @@ def run_token_kernel() -> None:
                         row_weight,
                         d_logits=d_logits,
                         d_per_token=[d_per_token] * len(per_token),
+                        log_prob=d_logits,
                         with_entropy=entropy is not None,
                         kernels=kernels,
                     )
-                    weight = hook.process(rows, nll, entropy)
-                    full = hook.loss, hook.gradient_weight, hook.d_entropy, hook.contributes, *hook.d_per_token
+                    of_call = rows is order and kernels
+                    given = torch.full((tokens,), 7.0).index_put((order,), nll) if of_call else nll
+                    weight = hook.process(rows, given, entropy, of_call=of_call)
+                    full = hook.loss, hook.gradient_weight, hook.d_entropy, hook.contributes, hook.log_prob
+                    full = *full, *hook.d_per_token
                     outputs.append([one[rows] for one in full if one is not None])
                     if d_logits:
                         assert weight is not None
@@ -977,6 +983,8 @@ def run_token_kernel() -> None:
                     for index, (found, want) in enumerate(zip(*outputs, strict=True))
                 }
                 say(name=f"{name}, {type(rows).__name__}, {d_logits}, {d_per_token}", used=used)
+    found, want = token_kernels.contributes(row_weight), (row_weight != 0).float()
+    say(name="contributes", used={"rows": 0 if torch.equal(found, want) else torch.inf})
 
 
 # Rows of several programs.

@@ -422,7 +422,15 @@ TOKEN_LOSSES = (
     Mutation("core_triton/token_ops.py", "(one * d_loss).to(dtype)", "one.to(dtype)", TORCH_TOKENS),
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
     Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
-    Mutation("core_triton/scaled_exp.py", "hook.process(order,", "hook.process(chunk,", KERNEL_TOKENS),
+    Mutation("core_triton/scaled_exp.py", "hook.process(rows.order[chunk],", "hook.process(chunk,", KERNEL_TOKENS),
+    Mutation("core_triton/token_kernels.py", "(row if OF_CALL else index)", "index", KERNEL_TOKENS),
+    Mutation("core_triton/token_kernels.py", "tl.where(row_weight == 0, 0.0, log_prob)", "log_prob", KERNEL_TOKENS),
+    Mutation(
+        "core_triton/token_ops.py",
+        'if wanted["is_top1"]:',
+        "if found.max is not None:",
+        tests("core_triton_replay", "only_launch"),
+    ),
     Mutation(
         "core_triton/scaled_exp.py",
         "    assert weight is not None",

@@ -258,10 +258,12 @@ def zero() -> None:
 
 
 def token_losses() -> None:
-    rows, vectors = array(1024, dtype=torch.int64), [array(8192) for _ in range(8)]
+    rows, vectors = array(1024, dtype=torch.int64), [array(8192) for _ in range(9)]
     function = named_losses.grpo(beta=0.04)
-    hook = {"loss": vectors[0], "gradient_weight": vectors[1], "d_per_token": vectors[2:5]}
-    token_kernels.token_loss(function, rows, array(1024), array(8192), vectors[5:], **hook)
+    hook = {"loss": vectors[0], "gradient_weight": vectors[1], "log_prob": vectors[2], "d_per_token": vectors[3:6]}
+    for nll in (array(1024), array(8192)):
+        token_kernels.token_loss(function, rows, nll, array(8192), vectors[6:], of_call=len(nll) > len(rows), **hook)
+    token_kernels.contributes(array(1024))
 
 
 SCALES = {"row_weights": row_weights, "total": total, "zero": zero, "token_losses": token_losses} | {

@@ -19,7 +19,9 @@ from torch import Tensor
 from triton.runtime import build
 
 import core_triton
-from core_triton import launch, replay
+from benchmarks.launch_recorder import fake_gpu
+from benchmarks.torch_launches import CAPABILITY, Steps
+from core_triton import launch, replay, token_losses
 
 SIZES = (300, 128, 1000)
 
@@ -106,6 +108,61 @@ def test_calls_that_only_launch_kernels_are_recorded(kind: str) -> None:
         assert_same(made(), want)
     assert replay._recordings
     assert None not in replay._recordings.values()
+
+
+TOKEN_LOSSES = {
+    "grpo": token_losses.grpo(0.2, 0.28, 0.04),
+    "weighted_nll": token_losses.weighted_nll(),
+    "cispo": token_losses.cispo(1.0, 2.0),
+}
+TOKEN_STATS = "log_prob", "entropy", "lse", "argmax"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_named_token_losses_are_recorded(name: str, reduction: Any) -> None:
+    function, generator = TOKEN_LOSSES[name], torch.Generator().manual_seed(1)
+
+    def made(seed: int) -> list[Tensor]:
+        x, w, target = arrays_of(seed)
+        target[::7] = -100
+        generator.manual_seed(seed)
+        per_token = [torch.randn(SIZES[0], generator=generator).cuda() for _ in function.per_token]
+        per_token[0].requires_grad_()
+        loss, stats = core_triton.linear_token_loss_with_stats(
+            x, w, target, function, *per_token, reduction=reduction, stats=TOKEN_STATS, memory_budget=900_000
+        )
+        kept = [one for one in stats if one is not None]
+        assert len(kept) == len(TOKEN_STATS)
+        return [loss.detach(), *torch.autograd.grad(loss, [x, w, per_token[0]]), *kept]
+
+    want = []
+    for seed in range(3):
+        replay._recordings.clear()
+        want.append(made(seed))
+    replay._recordings.clear()
+    for _ in range(2):
+        for seed in range(3):
+            assert_same(made(seed), want[seed])
+    assert None not in replay._recordings.values()
+    assert len(recordings()) == 2  # with the backward pass
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_named_token_losses_only_launch_kernels(name: str) -> None:
+    steps, function = Steps(), TOKEN_LOSSES[name]
+    with fake_gpu(CAPABILITY, "NVIDIA H200", steps.launched, steps.multiplied), steps:
+        x, w = (torch.empty(n, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (8192, 65536))
+        per_token = [
+            torch.empty(8192, device="cuda", requires_grad=index == 0) for index in range(len(function.per_token))
+        ]
+        target = torch.empty(8192, dtype=torch.int64, device="cuda")
+        core_triton.linear_token_loss_with_stats(
+            x, w, target, function, *per_token, reduction="sum", stats=TOKEN_STATS, memory_budget=2**28
+        )
+    assert len(steps.found) > 20  # of several chunks
+    assert [step for step, launched in steps.found if launched is None] == []
 
 
 @pytest.mark.gpu

@@ -177,7 +177,7 @@ ONE_FRAMEWORK_ONLY = {
         ),
         # What token_ops.py takes from it, and what saved_ops.py does.
         *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
-        *("plan_c", "log_prob_gradients", "stage_of_plan_b"),
+        *("plan_c", "log_prob_gradients", "stage_of_plan_b", "recorded"),
         "is_eager",  # for PyTorch's eager mode
         *("in_forward", "device_of"),  # what gathered_tokens.py and explain take from it
         # The rules of operators in JAX, their problems and what else saved_ops.py takes from it.
