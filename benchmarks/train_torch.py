@@ -6,8 +6,7 @@ keep the residual stream in float32. On CUDA the model is compiled; where that f
 uncompiled.
 
 On a mesh there is a process for each GPU, and FSDP2 divides the parameters, which are float32. It gathers them in
-bfloat16, and sums their gradients over the GPUs in the dtypes that JAX's side has: those of the layers in bfloat16,
-those of embedding and head in float32.
+bfloat16, and sums the gradients of layers in bfloat16 and that of the head in float32, as JAX's side does.
 """
 
 import itertools
@@ -61,11 +60,11 @@ def make_model(row: Row, config: ModelConfig, device: str) -> Any:
         UnavailableError: what the row needs is not installed, or transformers does not support it.
         ValueError: the model has another number of parameters than ours.
     """
-    transformers = load("transformers")
     if row.data != "whole" or row.optimizer != "adamw" or row.remat == "attention" or row.cast_head:
         raise UnavailableError("transformers is measured on whole rows, with AdamW, and remat none or full")
     if row.mesh is not None and (row.compile or row.mode != "full" or row.gpus != mesh_sizes(row.mesh)["fsdp"]):
         raise UnavailableError("transformers is measured on a mesh with fsdp only, not compiled, without adapters")
+    transformers = load("transformers")
     if row.loss == "hf+liger":
         if config.family not in LIGER:
             raise UnavailableError(f"Liger is set up for {', '.join(LIGER)} here, not for {config.family}")
