@@ -219,7 +219,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _trained("llama3-8b", size=(4096, 4), mesh="fsdp=2", remat="full", optimizer=name)
         for name in ("adafactor", "adamw")
     ),
-    "mesh-peers": (
+    "mesh-hf": (
         _row(MODELS[0], "hf+liger", compile=False),
         _row(MODELS[0], "hf+liger", size=(4096, 16), compile=False, mesh="fsdp=2"),
         _row("llama3-8b", "hf+liger", size=(4096, 4), compile=False, mesh="fsdp=2", remat="full"),

@@ -1666,14 +1666,14 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
 
-OF_PEERS = tests("benchmarks_train", "transformers or another_process or other_devices")
+OF_HF = tests("benchmarks_train", "transformers or another_process or other_devices")
 BENCHMARKS_TRAIN = (
     Mutation("benchmarks/timing.py", "agreed(block(1) / 1000)", "block(1) / 1000", tests("benchmarks_timing", "agree")),
-    Mutation("benchmarks/train_process.py", '"status": "ok", **figures}', '**figures, "status": "ok"}', OF_PEERS),
-    Mutation("benchmarks/train_torch.py", "< FIRST_LOSS:", "< math.inf:", OF_PEERS),
-    Mutation("benchmarks/train_torch.py", "min(values[1:]) < values[0]", "True", OF_PEERS),
-    Mutation("benchmarks/train_torch.py", "there < row.gpus", "False", OF_PEERS),
-    Mutation("benchmarks/train_torch.py", 'row.gpus != mesh_sizes(row.mesh)["fsdp"]', "False", OF_PEERS),
+    Mutation("benchmarks/train_process.py", '"status": "ok", **figures}', '**figures, "status": "ok"}', OF_HF),
+    Mutation("benchmarks/train_torch.py", "< FIRST_LOSS:", "< math.inf:", OF_HF),
+    Mutation("benchmarks/train_torch.py", "min(values[1:]) < values[0]", "True", OF_HF),
+    Mutation("benchmarks/train_torch.py", "there < row.gpus", "False", OF_HF),
+    Mutation("benchmarks/train_torch.py", 'row.gpus != mesh_sizes(row.mesh)["fsdp"]', "False", OF_HF),
 )  # fmt: skip
 
 OF_ROWS = tests("benchmarks_hosts", "not page")

@@ -59,17 +59,17 @@ def test_rows_are_complete() -> None:
     assert len({row.name for row in rows}) == len(rows)
 
 
-def test_peers_on_a_mesh_have_a_row_of_ours_and_one_of_a_single_gpu() -> None:
+def test_transformers_on_a_mesh_has_a_row_of_ours_and_one_of_a_single_gpu() -> None:
     ours = {row for group in ("mesh", "mesh-8b") for row in GROUPS[group]}
-    alone, *peers = GROUPS["mesh-peers"]
-    assert [row.name for row in peers] == [
+    alone, *theirs = GROUPS["mesh-hf"]
+    assert [row.name for row in theirs] == [
         "llama3.2-1b/hf+liger/full/4096x16/compile=false/mesh=fsdp=2",
         "llama3-8b/hf+liger/full/4096x4/remat=full/compile=false/mesh=fsdp=2",
     ]
-    for row in peers:
+    for row in theirs:
         same = {"loss": "fused", "attention": "cudnn", "compile": True, "scan_layers": False, "cast_head": True}
         assert dataclasses.replace(row, **same) in ours
-    assert alone == dataclasses.replace(peers[0], mesh=None, batch=8)
+    assert alone == dataclasses.replace(theirs[0], mesh=None, batch=8)
     assert alone in GROUPS["liger"]
 
 
