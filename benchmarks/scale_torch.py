@@ -7,9 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
 import core_triton
-from benchmarks import scale_peers
+from benchmarks import process_group, scale_peers
 from benchmarks.methods import UnavailableError, describe
 from benchmarks.scale_out import BUDGET, FORMS, Work, in_turns, on_each, row_of
 from benchmarks.shapes import Mode
@@ -29,7 +27,6 @@ from benchmarks.torch_bench import TorchBench, TorchProblem
 from benchmarks.trace import CALLS, by_kernel, trace_torch
 
 METHODS = {"core_triton": FORMS} | {name: (peer.form,) for name, peer in scale_peers.PEERS.items()}
-TIMEOUT = timedelta(seconds=120)
 
 
 def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], None]) -> None:
@@ -37,10 +34,7 @@ def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], 
     gpus = works[0].gpus
     if device == "cuda" and torch.cuda.device_count() < gpus:
         raise RuntimeError(f"--gpus must be at most the number of GPUs, {torch.cuda.device_count()}, got {gpus}")
-    method = "spawn"
-    if device == "cpu":
-        method = "fork"  # ranks share what this process has imported, and each resets Dynamo
-        import_module("torch._dynamo")
+    method = process_group.start_method(cuda=device == "cuda")
     messages = get_context(method).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = gpus, works, device, f"{folder}/store", messages
@@ -54,22 +48,7 @@ def measure(works: Sequence[Work], device: str, add: Callable[[dict[str, Any]], 
 
 def _rank(rank: int, ranks: int, works: Sequence[Work], device: str, store: str, messages: Any) -> None:
     cuda = device == "cuda"
-    if cuda:
-        torch.cuda.set_device(rank)
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast needs what not every container has
-    else:
-        torch.set_num_threads(1)
-    where: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if cuda else {}
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if cuda else None
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=TIMEOUT,
-        pg_options=options,
-        **where,
-    )
+    process_group.join(rank, ranks, store, cuda=cuda)
     bench = TorchBench(device)
     if rank == 0:
         versions = bench.versions() | ({"nccl": ".".join(map(str, nccl.version()))} if cuda else {})
@@ -87,12 +66,9 @@ def _rank(rank: int, ranks: int, works: Sequence[Work], device: str, store: str,
         if rank == 0:
             messages.put(message)
         bench.release()
-    dist.barrier()
     if rank == 0:
         messages.put(None)
-    if not cuda:  # gloo may abort a process that ends after collectives
-        os._exit(0)
-    dist.destroy_process_group()
+    process_group.leave(cuda=cuda)
 
 
 class _Measured:

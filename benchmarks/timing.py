@@ -400,7 +400,13 @@ class Blocks:
         }
 
 
-def host_blocks(step: Callable[[], Any], wait: Callable[[], None], seconds: float, sensor: Sensor) -> Blocks:
+def host_blocks(
+    step: Callable[[], Any],
+    wait: Callable[[], None],
+    seconds: float,
+    sensor: Sensor,
+    agreed: Callable[[float], float] = same,
+) -> Blocks:
     """Times steps with the host's clock in blocks; within one the device does not wait for the host.
 
     Args:
@@ -408,6 +414,8 @@ def host_blocks(step: Callable[[], Any], wait: Callable[[], None], seconds: floa
         wait: blocks until the last one is done.
         seconds: time for all blocks; 0: time one step, and read no sensor.
         sensor: read while the device works on a block that is not timed.
+        agreed: from the seconds of a step in this process to those on which all processes that take the steps together
+            agree, so that they take as many.
     """
 
     def block(count: int) -> float:
@@ -418,7 +426,7 @@ def host_blocks(step: Callable[[], Any], wait: Callable[[], None], seconds: floa
         return 1000 * (time.perf_counter() - start) / count
 
     wait()
-    once = block(1) / 1000
+    once = agreed(block(1) / 1000)
     if not seconds:
         return Blocks([1000 * once], 1, [])
     steps = max(1, round(seconds / MAX_BLOCKS / max(once, 1e-9)))

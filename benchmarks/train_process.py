@@ -133,7 +133,7 @@ def answer(request: Request) -> dict[str, Any]:
     except Exception as error:  # the message of any failure is the result
         traceback.print_exc()
         return {**figures, "status": "oom" if out_of_memory(error) else "failed", "note": describe(error)}
-    return {"note": None, **figures, "status": "ok"}
+    return {"note": None, "status": "ok", **figures}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -59,7 +59,7 @@ class Row:
     Args:
         config: name of a published shape, or "smoke".
         loss: "fused" is flax_models' `Trainer` as it is, "unfused" the same with optax's loss on the logits, "hf"
-            transformers and PyTorch, "hf+liger" those with Liger's kernels.
+            transformers and PyTorch, with FSDP2 on a mesh, "hf+liger" those with Liger's kernels.
         mode: "full" fine-tuning, or "lora": adapters of rank LORA_RANK on every projection.
         seq: T, tokens of a row.
         batch: B, rows of a step; None: the most that fit.
@@ -215,7 +215,15 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             for mesh in MESHES
         ),
     ),
-    "mesh-8b": (_trained("llama3-8b", size=(4096, 4), mesh="fsdp=2", remat="full", optimizer="adafactor"),),
+    "mesh-8b": tuple(
+        _trained("llama3-8b", size=(4096, 4), mesh="fsdp=2", remat="full", optimizer=name)
+        for name in ("adafactor", "adamw")
+    ),
+    "mesh-hf": (
+        _row(MODELS[0], "hf+liger", compile=False),
+        _row(MODELS[0], "hf+liger", size=(4096, 16), compile=False, mesh="fsdp=2"),
+        _row("llama3-8b", "hf+liger", size=(4096, 4), compile=False, mesh="fsdp=2", remat="full"),
+    ),
     "lora-peers": tuple(
         _row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _PEERS
     ),
@@ -233,6 +241,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _row("smoke", size=(64, None), kind="largest"),
         _row("smoke", size=(64, 2), kind="converge"),
         *(_row("smoke", size=(64, 4), mesh=mesh) for mesh in MESHES),
+        _row("smoke", "hf", size=(64, 4), compile=False, mesh="fsdp=2"),
     ),
 }
 

@@ -1674,6 +1674,16 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
 
+OF_HF = tests("benchmarks_train", "transformers or another_process or other_devices")
+BENCHMARKS_TRAIN = (
+    Mutation("benchmarks/timing.py", "agreed(block(1) / 1000)", "block(1) / 1000", tests("benchmarks_timing", "agree")),
+    Mutation("benchmarks/train_process.py", '"status": "ok", **figures}', '**figures, "status": "ok"}', OF_HF),
+    Mutation("benchmarks/train_torch.py", "< FIRST_LOSS:", "< math.inf:", OF_HF),
+    Mutation("benchmarks/train_torch.py", "min(values[1:]) < values[0]", "True", OF_HF),
+    Mutation("benchmarks/train_torch.py", "there < row.gpus", "False", OF_HF),
+    Mutation("benchmarks/train_torch.py", 'row.gpus != mesh_sizes(row.mesh)["fsdp"]', "False", OF_HF),
+)  # fmt: skip
+
 OF_ROWS = tests("benchmarks_hosts", "not page")
 BENCHMARKS_HOSTS = (
     Mutation("benchmarks/hosts_process.py", "if not error <= limit:", "if error > limit:", OF_ROWS),
@@ -1848,6 +1858,7 @@ MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
+    *BENCHMARKS_TRAIN,
     *BENCHMARKS_HOSTS,
     *HOSTS_TRANSFORMERS,
     *HOSTS_TRL,

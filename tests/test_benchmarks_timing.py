@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.timing import Energy, EnergyLog, Pairs, Sensor, Timing, host_pairs, keep_busy, measure_energy
+from benchmarks.timing import (
+    Energy,
+    EnergyLog,
+    Pairs,
+    Sensor,
+    Timing,
+    host_blocks,
+    host_pairs,
+    keep_busy,
+    measure_energy,
+)
 from benchmarks.torch_bench import TorchBench
 
 
@@ -138,3 +148,13 @@ def test_events_lie_between_the_calls_of_a_pair(monkeypatch: pytest.MonkeyPatch)
     assert timed in [log[at : at + len(timed)] for at in range(len(log))]
     assert log[-1] == "method"  # the energy block
     assert bench.time_block(calls[1], 3) == pytest.approx(1.5)
+
+
+def test_processes_take_as_many_steps_as_they_agree_on() -> None:
+    log: list[str] = []
+    blocks = host_blocks(lambda: log.append("step"), lambda: None, 18.0, Sensor(gpu=False), lambda seconds: 1.0)
+    assert (len(blocks.times), blocks.steps) == (9, 2)
+    assert len(log) == 1 + 18
+    log.clear()
+    alone = host_blocks(lambda: log.append("step"), lambda: None, 0.0, Sensor(gpu=False), lambda seconds: 2.0)
+    assert (alone.times, alone.steps, len(log)) == ([2000.0], 1, 1)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from compiling import quick_compilation
 
-from benchmarks import attention, train, train_jax, train_plot, train_process
+from benchmarks import attention, train, train_jax, train_plot, train_process, train_torch
 from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out_of_memory
 from benchmarks.results import RECORDED, ResultFile
 from benchmarks.train_process import Request, answer, ask
@@ -22,6 +23,7 @@ from flax_models.train.accounting import flops_per_token
 KEYS = {"config", "loss", "mode", "seq", "batch", "tokens_per_s", "mfu", "peak_bytes", "step_ms", "status", "commit"}
 SMOKE = {row.name: row for row in GROUPS["smoke"]}
 FUSED = SMOKE["smoke/fused/full/64x2"]
+FSDP2 = SMOKE["smoke/hf/full/64x4/compile=false/mesh=fsdp=2"]
 APART = "/scan_layers=false"  # compiles each layer separately
 CAST = "/cast_head=true"  # like the trainer
 
@@ -55,6 +57,20 @@ def test_rows_are_complete() -> None:
     assert {row.remat for row in GROUPS["remat"] if row.attention == "xla"} == {"none", "attention", "full"}
     rows = {row for group in GROUPS.values() for row in group}
     assert len({row.name for row in rows}) == len(rows)
+
+
+def test_transformers_on_a_mesh_has_a_row_of_ours_and_one_of_a_single_gpu() -> None:
+    ours = {row for group in ("mesh", "mesh-8b") for row in GROUPS[group]}
+    alone, *theirs = GROUPS["mesh-hf"]
+    assert [row.name for row in theirs] == [
+        "llama3.2-1b/hf+liger/full/4096x16/compile=false/mesh=fsdp=2",
+        "llama3-8b/hf+liger/full/4096x4/remat=full/compile=false/mesh=fsdp=2",
+    ]
+    for row in theirs:
+        same = {"loss": "fused", "attention": "cudnn", "compile": True, "scan_layers": False, "cast_head": True}
+        assert dataclasses.replace(row, **same) in ours
+    assert alone == dataclasses.replace(theirs[0], mesh=None, batch=8)
+    assert alone in GROUPS["liger"]
 
 
 @pytest.mark.parametrize("group", ["ablation", "ablation-qwen"])
@@ -163,7 +179,79 @@ def test_steps_that_do_not_train_everything_are_refused() -> None:
         train_jax.check_steps([metrics(float("nan"), True)], ["a"])
 
 
+class Steps:
+    """Stands for `train_torch.Step`, with the losses that it is to have."""
+
+    def __init__(self, *losses: float) -> None:
+        self.weights, self._losses = [torch.ones(2, requires_grad=True)], iter(losses)
+
+    def forward(self) -> torch.Tensor:
+        return self.weights[0].sum() - 2 + next(self._losses)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> torch.Tensor:
+        return torch.tensor(0.5)
+
+
+def test_first_steps_of_transformers_are_checked() -> None:
+    def check(*losses: float, same_batch: bool = True) -> dict[str, Any]:
+        steps: Any = Steps(*losses)
+        return train_torch.check_steps(steps, len(losses), 512, same_batch=same_batch)
+
+    assert check(6.5, 6.4, 6.6) == {"first_loss": 6.5, "first_grad_norm": 0.5}
+    assert check(6.5, 6.6, same_batch=False)["first_loss"] == 6.5
+    with pytest.raises(ValueError, match=r"loss of the same batch must fall, got 6\.5000, 6\.5000, 6\.6000"):
+        check(6.5, 6.5, 6.6)
+    with pytest.raises(ValueError, match=r"the first loss of random weights must be about 6\.238, got 4\.500"):
+        check(4.5, 4.0)
+    with pytest.raises(ValueError, match=r"loss nan and gradient norm 0\.5 must be finite"):
+        check(6.5, float("nan"))
+    idle: Any = Steps(6.5, 6.4)
+    idle.weights.append(torch.ones(2, requires_grad=True))
+    with pytest.raises(ValueError, match="1 of 2 parameters have no gradient other than zero"):
+        train_torch.check_steps(idle, 2, 512)
+
+
+@pytest.mark.parametrize(
+    "change", [{"mesh": "data=2"}, {"mesh": "fsdp=2,tensor=2"}, {"compile": True}, {"mode": "lora"}]
+)
+def test_transformers_is_measured_on_a_mesh_in_one_way(change: dict[str, Any]) -> None:
+    row = dataclasses.replace(FSDP2, **change)
+    with pytest.raises(UnavailableError, match="on a mesh with fsdp only, not compiled, without adapters"):
+        train_torch.make_model(row, row.model(), "cpu")
+
+
 # Processes and their answers.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_two_processes_measure_transformers_with_fsdp2(remat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first step is that of one process with the same weights."""
+    row = dataclasses.replace(FSDP2, remat=remat)
+    found = ask(Request(dataclasses.asdict(row), 4, in_torch=True), limit=120)
+    assert (found["status"], found["note"], found["gpus"]) == ("ok", None, 2)
+    assert found["tokens"] == 4 * row.seq
+    monkeypatch.setattr(train_torch, "divided", lambda model, device: model.bfloat16())
+    torch.manual_seed(0)
+    model = train_torch.make_model(FSDP2, FSDP2.model(), "cpu")
+    batch = tuple(torch.from_numpy(array).long() for array in draw(row, 4).batches[0][:2])
+    step = train_torch.Step(model, iter([batch]))
+    loss = step.forward()
+    step.backward(loss)
+    assert found["first_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert found["first_grad_norm"] == pytest.approx(step.update().item(), rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_failure_of_two_processes_is_the_answer() -> None:
+    found = ask(Request(dataclasses.asdict(FSDP2), 3, in_torch=True), limit=120)
+    assert found["status"] == "failed"
+    assert "unflatten" in found["note"]
+    found = ask(Request(dataclasses.asdict(FSDP2), 4, in_torch=True, memory=1), limit=120)
+    assert (found["status"], found["note"][:8]) == ("skipped", "--memory")
 
 
 @pytest.mark.slow
@@ -209,6 +297,13 @@ def test_errors_are_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, s
     assert (found["status"], found["compile_s"]) == (status, 1.5)
     assert found["note"].startswith(note)
     assert "\n" not in found["note"]
+
+
+def test_the_answer_of_another_process_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {"status": "oom", "note": "no room", "step_ms": None}
+    monkeypatch.setattr(train_jax, "measure", lambda row, request, figures: figures.update(theirs))
+    found = answer(Request(dataclasses.asdict(FUSED), 2))
+    assert {name: found[name] for name in theirs} == theirs
 
 
 def test_out_of_memory_is_found_behind_other_errors() -> None:
@@ -302,10 +397,15 @@ def test_rows_of_a_mesh_are_relative_to_one_gpu(
     assert rows[mesh]["efficiency"] is None
 
 
-def test_a_mesh_of_other_devices_is_skipped() -> None:
+def test_a_mesh_of_other_devices_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     row = SMOKE["smoke/fused/full/64x4/mesh=data=2"]
     found = train_process.answer(Request(dataclasses.asdict(row), 4))
     assert (found["status"], found["note"]) == ("skipped", "needs 2 devices, got 1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(train_torch, "start_processes", None)
+    with pytest.raises(UnavailableError, match="needs 2 devices, got 1"):
+        train_torch.measure(FSDP2, Request(dataclasses.asdict(FSDP2), 4), {})
 
 
 def test_a_row_without_room_is_tried_again_with_the_whole_device(

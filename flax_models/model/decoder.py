@@ -222,8 +222,8 @@ class Decoder(nnx.Module):
         if config.remat in ("elementwise", "full"):
             policy = _saves_matmuls if config.remat == "elementwise" else None
             step = jax.checkpoint(step, prevent_cse=not config.scan_layers, policy=policy)
-        elif gathers():
-            step = jax.checkpoint(step, prevent_cse=not config.scan_layers, policy=saves_all_but_gathered)
+        elif gathers() and config.scan_layers:
+            step = jax.checkpoint(step, prevent_cse=False, policy=saves_all_but_gathered)
         unroll = 1 if config.scan_layers else config.num_layers
         return jax.lax.scan(step, (x, cache), (params, varying, rotates, layers), unroll=unroll)[0]
 

@@ -125,9 +125,11 @@ _gather.defvjp(
 
 
 def saves_all_but_gathered(primitive: Any, *avals: Any, **parameters: Any) -> bool:
-    """Policy of jax.checkpoint: the backward pass casts and gathers the parameters of a layer again.
+    """Policy of jax.checkpoint for a loop over layers: the backward pass casts and gathers the parameters again.
 
-    Casts of activations are repeated too. If casts were saved, XLA would save those of parameters as they are gathered.
+    Without a loop, XLA would take the gathered ones of the forward pass, unless barriers hide what is saved. Then it
+    saves all intermediate results as they are written, twice the memory, where it otherwise computes some of them again
+    from others. Casts of activations are repeated too. If casts were saved, XLA would save those of parameters as they are gathered.
     """
     return str(primitive) not in ("sharding_constraint", "convert_element_type")
 

@@ -182,7 +182,7 @@ class LeastMemory(NamedTuple):
     parameters: int
     optimizer: int
     gradients: int
-    gathered: int  # the matrices of one layer in the dtype of the computation, where these are copies
+    gathered: int  # the matrices of the layers that are whole, in the dtype of the computation, where these are copies
     layer_inputs: int  # of all layers, which a backward pass through them needs with any remat
 
     @property
@@ -203,14 +203,17 @@ def least_memory(trainer: Trainer, config: ModelConfig, tokens: int) -> LeastMem
     assert trainer.mesh is not None
     sizes = trainer.mesh.shape
     copied = sizes["fsdp"] > 1 or config.param_dtype != config.dtype
-    of_layer = _block_parameters(config) // max(config.num_layers, 1) // sizes["tensor"] * itemsize
+    trains = _trains_layers(trainer.trained)
+    again = config.scan_layers or config.remat in ("elementwise", "full")  # the backward pass gathers them again
+    kept = trains and sizes["fsdp"] > 1 and not again
+    whole = _block_parameters(config) // (1 if kept else max(config.num_layers, 1)) // sizes["tensor"] * itemsize
     inputs = config.num_layers * tokens * config.hidden_size * itemsize
     return LeastMemory(
         parameters=device_bytes(state.params),
         optimizer=device_bytes(state.optimizer),
         gradients=device_bytes(trained),
-        gathered=of_layer * copied,
-        layer_inputs=inputs * _trains_layers(trainer.trained),
+        gathered=whole * copied,
+        layer_inputs=inputs * trains,
     )
 
 
