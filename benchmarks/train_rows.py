@@ -216,13 +216,13 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "mesh-8b": tuple(
-        _trained("llama3-8b", size=(4096, 4), mesh="fsdp=2", remat="full", optimizer=name)
+        _trained("llama3-8b", size=(4096, 8), mesh="fsdp=2", remat="full", optimizer=name)
         for name in ("adafactor", "adamw")
     ),
     "mesh-hf": (
         _row(MODELS[0], "hf+liger", compile=False),
         _row(MODELS[0], "hf+liger", size=(4096, 16), compile=False, mesh="fsdp=2"),
-        _row("llama3-8b", "hf+liger", size=(4096, 4), compile=False, mesh="fsdp=2", remat="full"),
+        _row("llama3-8b", "hf+liger", size=(4096, 8), compile=False, mesh="fsdp=2", remat="full"),
     ),
     "lora-peers": tuple(
         _row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _PEERS

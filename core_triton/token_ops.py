@@ -10,6 +10,7 @@ torch.compile. An operator takes named losses only (`token_losses.py`), because 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -168,7 +169,8 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
         loss, found, gradients, scales, d_per_token = _run_plan(call)
         return loss, *found, *gradients, scales, *d_per_token
 
-    kind = "token_loss", call.token_loss, call.needs_grad, *call.d_per_token, *call.stats, call.with_entropy
+    function = replace(call.token_loss, parameters=tuple(call.token_loss.parameters))  # an operator has a list
+    kind = "token_loss", function, call.needs_grad, *call.d_per_token, *call.stats, call.with_entropy
     loss, *rest = ops.recorded(
         kind, call.arrays, call.weights, call.options, run, others=(call.grad_into, *call.per_token)
     )

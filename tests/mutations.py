@@ -423,6 +423,12 @@ TOKEN_LOSSES = (
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
     Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
     Mutation("core_triton/scaled_exp.py", "hook.process(rows.order[chunk],", "hook.process(chunk,", KERNEL_TOKENS),
+    Mutation(
+        "core_triton/token_ops.py",
+        "parameters=tuple(call.token_loss.parameters)",
+        "parameters=call.token_loss.parameters",
+        tests("core_triton_token_loss", "named_loss_compiles"),
+    ),
     Mutation("core_triton/token_kernels.py", "(row if OF_CALL else index)", "index", KERNEL_TOKENS),
     Mutation("core_triton/token_kernels.py", "tl.where(row_weight == 0, 0.0, log_prob)", "log_prob", KERNEL_TOKENS),
     Mutation(

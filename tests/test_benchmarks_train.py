@@ -64,7 +64,7 @@ def test_transformers_on_a_mesh_has_a_row_of_ours_and_one_of_a_single_gpu() -> N
     alone, *theirs = GROUPS["mesh-hf"]
     assert [row.name for row in theirs] == [
         "llama3.2-1b/hf+liger/full/4096x16/compile=false/mesh=fsdp=2",
-        "llama3-8b/hf+liger/full/4096x4/remat=full/compile=false/mesh=fsdp=2",
+        "llama3-8b/hf+liger/full/4096x8/remat=full/compile=false/mesh=fsdp=2",
     ]
     for row in theirs:
         same = {"loss": "fused", "attention": "cudnn", "compile": True, "scan_layers": False, "cast_head": True}

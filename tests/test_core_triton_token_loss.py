@@ -407,7 +407,13 @@ def _fresh_compiler() -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", ["ppo_clip", "grpo-k2-entropy"])
 @pytest.mark.parametrize(("reduction", "dtype"), [("mean", "float16"), ("sum", "bfloat16"), ("none", "float32")])
-def test_a_named_loss_compiles_without_graph_breaks(name: str, reduction: Any, dtype: str) -> None:
+def test_a_named_loss_compiles_without_graph_breaks(
+    name: str, reduction: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, keys = ops.recorded, set[Any]()  # of calls that are recorded on a GPU
+    monkeypatch.setattr(
+        ops, "recorded", lambda key, *inputs, **others: keys.add(key) or recorded(key, *inputs, **others)
+    )
     made = make_problem(name, dtype, spec=LossSpec(reduction), bias=True, token_weight=True)
     named, per_token = tensors(made)
 
@@ -422,6 +428,7 @@ def test_a_named_loss_compiles_without_graph_breaks(name: str, reduction: Any, d
         torch.testing.assert_close(one, other, equal_nan=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(named, per_token), want)
+    assert len(keys) == (3 if reduction == "none" and not made.form.with_entropy else 2)  # as many in both modes
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
