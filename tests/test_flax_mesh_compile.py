@@ -56,3 +56,14 @@ def test_many_tokens_gather_the_embedding_and_the_head() -> None:
     assert ["bf16", CLASSES, HIDDEN] in gathered
     assert not any(64 * LENGTH in one or 64 in one for one in gathered)
     assert ["f32", CLASSES, HIDDEN] in arrays(found, "reduce-scatter")
+
+
+def test_layers_that_are_compiled_separately_save_what_one_device_saves() -> None:
+    """And the gathered matrices, but not all intermediate results as they are written, which is twice as much."""
+    of_layers, of_divided = (
+        step(sizes, 64, remat="attention", scan_layers=False, num_layers=4)["temporaries"]
+        - step(sizes, 64, remat="attention", scan_layers=False, num_layers=2)["temporaries"]
+        for sizes in ((8, 1, 1), (1, 8, 1))
+    )
+    gathered = 2 * 2 * (3 * HIDDEN * 4096 + 2 * HIDDEN * (8 + 4) * 128)  # in bfloat16, of two layers
+    assert of_divided <= 1.05 * of_layers + gathered, (of_divided, of_layers, gathered)
