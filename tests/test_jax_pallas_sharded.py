@@ -462,7 +462,6 @@ SLOW = (
     "batch: log-probabilities",
     "batch and vocabulary: token loss",
     "fsdp, tokens: smoothing",
-    "fsdp, head: float32 sum, none",
     "batch and fsdp, head: smoothing",
     "batch and fsdp, head: log-probabilities",
     "vocabulary and fsdp, head: token loss, none",
