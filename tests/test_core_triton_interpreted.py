@@ -94,9 +94,9 @@ def more_cases(dtype: str, share: int) -> tuple[str, ...]:
 
 
 # For compute capability 8.x only loads and stores of matrices differ. The interpreter cannot run `ampere_logits`, so
-# `kernels.exponentials` computes the scaled exponentials of 16 bits here: `ExecutionPlan.ampere_tile`. Quick are half of
-# the pairwise cases of 16 bits except token losses, which have the same matmuls, and the edges whose matrices have
-# special values, layouts or chunks. All others run with the slow cases.
+# `kernels.exponentials` computes the scaled exponentials of 16 bits here: `ExecutionPlan.ampere_tile`. Half of the
+# pairwise cases of 16 bits are quick, except token losses, which have the same matmuls, and so are the edges whose
+# matrices have special values, layouts or chunks. All others run with the slow cases.
 OF_MATRICES = (
     *("edge-grad_into", "edge-head_split", "edge-hidden", "edge-inf", "edge-masked_vocabulary", "edge-nan_input"),
     *("edge-nan_masked", "edge-nan_padding", "edge-log_probs-log_prob-axis1", "edge-saved-part"),
