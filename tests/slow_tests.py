@@ -197,6 +197,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_rows_that_do_not_contribute_may_hold_nan",
         # The split head, of which only the device knows the number of classes, remains, and so does the whole head.
         "test_exponentials[counted]",
+        "test_exponentials[split]",
     ),
     "test_jax_pallas_hopper_gradients.py": (
         "test_d_weight_of_a_vocab_chunk[37-0]",
@@ -234,12 +235,19 @@ SLOW: dict[str, tuple[str, ...]] = {
     # command's output with fake runs.
     "test_parity_train.py": ("test_the_command_trains_in_both_frameworks",),
     # JAX's methods also run in test_random_targets_and_float32, and both frameworks share the harness's modes.
-    "test_benchmarks.py": ("test_every_mode_runs_end_to_end[jax-others1]",),
+    "test_benchmarks.py": (
+        "test_every_mode_runs_end_to_end[jax-others1]",
+        "test_sharp_logits_show_what_rounded_logits_cost[jax-float32-logits-rounded-gradient-rounded1]",
+    ),
     # The harness's modes also run with PyTorch.
     "test_benchmarks_host.py": ("test_host_time_of_jax",),
     # XLA and ptxas take half a minute. test_jax_pallas_export.py lowers the same kernels, and checks shapes and
     # layouts.
     "test_jax_pallas_gpu_compile.py": ("test_mosaic_compiles_and_fits",),
+    # flax_models needs what jax_pallas needs, and more.
+    "test_wheel.py": ("test_an_installed_package_is_imported_where_only_its_requirements_are[jax_pallas]",),
+    # Both frameworks share the sweep, and its other tests run JAX.
+    "test_benchmarks_sweep.py": ("test_chunked_has_nothing_to_sweep[jax]",),
     # Importing peft takes ten seconds.
     "test_flax_peft.py": (
         "test_peft_gives_the_same_outputs_gradients_and_merged_weights",
