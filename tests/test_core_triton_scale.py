@@ -42,10 +42,10 @@ SLOW_CHECKS = ("every_placement",)  # "placements" has each placement with two o
 def programs() -> dict[str, tuple[Command, bool]]:
     """Returns, for each request, the program that runs it, and whether it is quick."""
     steps = dict(zip(FORMS, (12, 17, 17), strict=True)) | dict.fromkeys(PLACEMENTS, 79)
-    # Each form of DTensors begins elsewhere, so that they run other cases.
-    quick = [
-        request for at, form in enumerate(steps) for request in requests(form)[max(0, 7 * (at - 3)) :: steps[form]]
-    ]
+    # Each form begins elsewhere, so that they run other cases.
+    starts = {"both": 8} | {form: 7 * number for number, form in enumerate(PLACEMENTS)}
+    quick = [request for form in steps for request in requests(form)[starts.get(form, 0) :: steps[form]]]
+    quick.append("tokens:mean-fp32-softcap-scale-weight-normalizer-axis1-tight-nostats-strided-n50")
     quick += [f"{form}:{name}" for form in ("vocabulary", "gathered_tokens") for name in SAVED]
     quick = [*dict.fromkeys(quick), *(f"check:{name}" for name in CHECKS if name not in SLOW_CHECKS), KILLED]
     slow = [request for form in steps for request in requests(form) if request not in quick]
