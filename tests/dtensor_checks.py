@@ -136,7 +136,7 @@ def check_placements(rank: int, ranks: int, *, every: bool = False) -> None:
     meshes = [(one, *placements) for placements in ONE]
     if ranks > 2:
         meshes += [(grid_of(ranks), *placements) for placements in TWO]
-    ways: list[tuple[DeviceMesh, list[Placement], list[Placement], str | None]] = []
+    ways: list[tuple[DeviceMesh, Sequence[Placement], Sequence[Placement], str | None]] = []
     for mesh, of_tokens, of_head in meshes:
         both = any(x == w == Shard(0) for x, w in zip(of_tokens, of_head, strict=True))
         ways += [(mesh, of_tokens, of_head, gather) for gather in ((None, "tokens", "head") if both else (None,))]
