@@ -1795,7 +1795,7 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/maxtext.py", "    setattr(train, name, function)", "    pass", MAXTEXT),
 )
 OF_TITAN, OF_MEGATRON = tests("hosts_torchtitan", "not installed"), tests("hosts_megatron", "not installed")
-TITAN_RANKS, MEGATRON_RANKS = (tests(f"hosts_{host}", "two_ranks") for host in ("torchtitan", "megatron"))
+TITAN_RANKS, MEGATRON_RANKS = (tests("hosts_parallel", host) for host in ("titan", "megatron"))
 HOSTS_PARALLEL = (
     Mutation("core_triton/hosts/interface.py", "parts[: len(one)] == one", "True", OF_TITAN),
     Mutation("core_triton/hosts/interface.py", 'found.split("+")[0]', "found", OF_TITAN),

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from parallel_host_checks import gpt_inputs, gpt_model, megatron_modules, tokens_and_labels, train_megatron
-from programs import Printed, python
 from torch import distributed as dist
 from torch_host_stand_ins import importable, is_installed, megatron
 
@@ -183,21 +182,3 @@ def test_another_version_and_no_megatron() -> None:
     missing = mock.patch.dict(sys.modules, {"megatron.core": None})
     with missing, pytest.raises(ImportError, match="needs megatron-core: pip install megatron-core"):
         output_processor()
-
-
-PARALLEL = ("megatron", "megatron_sequence_parallel")
-RANKS = {name: python("torch_ranks.py", "2", "chunked", f"check:{name}") for name in PARALLEL}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("megatron", marks=[pytest.mark.programs(RANKS["megatron"], seconds=5), pytest.mark.slow]),
-        pytest.param(
-            "megatron_sequence_parallel", marks=pytest.mark.programs(RANKS["megatron_sequence_parallel"], seconds=5)
-        ),
-    ],
-)
-def test_tensor_parallelism_on_two_ranks(name: str, printed: Printed) -> None:
-    result = printed[f"check:{name}"]
-    assert not result["failure"], result["failure"]

@@ -20,7 +20,6 @@ from parallel_host_checks import (
     torchtitan_modules,
     train_titan,
 )
-from programs import Printed, python
 from torch_host_stand_ins import importable, is_installed, torchtitan
 
 from core_triton.hosts import torchtitan as adapter
@@ -184,24 +183,3 @@ def test_the_installed_llama_takes_the_same_steps() -> None:
         model.init_states()
         results.append(train_titan(fused, model))
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
-
-
-DIVIDED = ("titan_dtensor", "titan_spmd_types")
-FSDP2 = ("titan_fsdp2", "titan_fsdp2_tied")
-RANKS = python("torch_ranks.py", "2", "chunked", *(f"check:{name}" for name in DIVIDED))
-FSDP2_RANKS = python("torch_ranks.py", "2", "chunked", *(f"check:{name}" for name in FSDP2))
-
-
-@pytest.mark.programs(RANKS, seconds=5)
-@pytest.mark.parametrize("name", DIVIDED)
-def test_tensor_parallelism_on_two_ranks(name: str, printed: Printed) -> None:
-    result = printed[f"check:{name}"]
-    assert not result["failure"], result["failure"]
-
-
-@pytest.mark.slow
-@pytest.mark.programs(FSDP2_RANKS, seconds=10)
-@pytest.mark.parametrize("name", FSDP2)
-def test_fsdp2_on_two_ranks(name: str, printed: Printed) -> None:
-    result = printed[f"check:{name}"]
-    assert not result["failure"], result["failure"]

@@ -277,6 +277,9 @@ SLOW = (
     "mean, unchecked",
     "mean, plain jit",
     "replicated, kernels",
+    # Calls with token_axis_names run the kernels: test_jax_pallas_scale.py.
+    "kernels",
+    "token loss, none",
 )
 
 

@@ -11,7 +11,6 @@ forms of `PLACEMENTS` are calls on DTensors, whose outputs are whole.
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -22,6 +21,7 @@ from datetime import timedelta
 from functools import partial, reduce
 from importlib import import_module
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from operator import add
 from typing import Any, cast
 from unittest import mock
@@ -327,10 +327,15 @@ def check_a_rank_without_classes(rank: int, ranks: int) -> None:
     torch.testing.assert_close(own.grad, d_weight[2 * rank : 2 * rank + 2])
 
 
-def check_saved_rows(rank: int, ranks: int, *, kernels: bool = False) -> None:
+SHARDS_OF_SAVED = ((5, False), (5, True), (1, False))  # numbers of classes, and whether shards have padding
+
+
+def check_saved_rows(
+    rank: int, ranks: int, *, shards: tuple[Any, ...] = SHARDS_OF_SAVED, kernels: bool = False
+) -> None:
     """Saved rows exchange nothing in the backward pass. The sum of a chunk's d_input ends after the next one's logits.
     Ranks have shards of different sizes, or with padding, or no class, or different tokens."""
-    for classes, padded in ((5, False), (5, True), (1, False)):
+    for classes, padded in shards:
         assert_saved_rows(rank, ranks, classes, padded=padded, kernels=kernels)
 
 
@@ -408,26 +413,42 @@ def assert_saved_rows(rank: int, ranks: int, classes: int, *, padded: bool, kern
     check(run(own, sequence_parallel=True), own)
 
 
-def check_killed(rank: int, ranks: int) -> None:
-    """A rank that ends ends the others with an error. These ranks are processes of their own."""
+KILLED = "check:killed"
+
+
+def killed_rank(rank: int, store: str, errors: Connection) -> None:
+    """A rank of two, the second of which ends after a call. The first sends its error."""
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    x, w, target = torch.randn(64, 16), torch.randn(50, 16, requires_grad=True), torch.arange(64)
+
+    def call() -> Any:
+        return core_triton.linear_cross_entropy(x, w, target, vocab_group=dist.group.WORLD)
+
+    call()
     if rank:
-        return
-    code = (
-        "import datetime, os, sys, torch, core_triton; from torch import distributed as dist; rank = int(sys.argv[1]);"
-        "dist.init_process_group('gloo', 'file://' + sys.argv[2], rank=rank, world_size=2,"
-        " timeout=datetime.timedelta(seconds=20));"
-        "x, w, t = torch.randn(64, 16), torch.randn(50, 16, requires_grad=True), torch.arange(64);"
-        "call = lambda: core_triton.linear_cross_entropy(x, w, t, vocab_group=dist.group.WORLD);"
-        "call(); os._exit(0) if rank else call()"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-c", code]
-        processes = [subprocess.Popen([*command, str(one), f"{folder}/store"], **options) for one in range(2)]
-        _, message = processes[0].communicate(timeout=40)
-        processes[1].wait(40)
-    assert processes[0].returncode, "the other rank went on"
-    assert "Error" in message, message
+        os._exit(0)
+    try:
+        call()
+    except Exception as error:
+        errors.send(f"{type(error).__name__}: {error}")
+    else:
+        errors.send("")
+    os._exit(0)
+
+
+def failure_of_killed(folder: str) -> str:
+    """A rank that ends ends the others with an error. These ranks are processes of their own, which fork before those
+    of the other checks. Returns what is wrong."""
+    context = get_context("fork")
+    errors, sent = context.Pipe(duplex=False)
+    processes = [context.Process(target=killed_rank, args=(rank, f"{folder}/killed", sent)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = errors.recv() if errors.poll(40) else "no result in 40 s"
+    for process in processes:
+        process.kill()
+        process.join()
+    return "" if "Error" in found else f"the other rank went on: {found}"
 
 
 def check_reduce_dtype(rank: int, ranks: int) -> None:
@@ -448,9 +469,11 @@ def check_reduce_dtype(rank: int, ranks: int) -> None:
 
 def check_compile(rank: int, ranks: int) -> None:
     """torch.compile traces the exchange of a vocabulary, and the sum of the counted tokens, without a graph break."""
+    ranks, group = 2, dist.new_group([0, 1])
+    if rank >= ranks:  # to compile takes a second on each rank
+        return
     x, w, target, own = head_and_tokens(rank, ranks)
     rows = torch.arange(len(w)).chunk(ranks)[rank]
-    group = dist.group.WORLD
     of_group: list[tuple[dict[str, Any], tuple[Tensor, ...]]] = [
         ({"vocab_group": group, "vocab_size": len(w)}, (x, w[rows], target)),
         ({"token_group": group}, (x[own], w, target[own])),
@@ -583,11 +606,11 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
     "reduce_dtype": check_reduce_dtype,
     "compile": check_compile,
     "explain": check_explain,
-    "killed": check_killed,
     **DTENSOR_CHECKS,
 }
 KERNEL_CHECKS: dict[str, Callable[[int, int], None]] = {
-    "saved_rows_by_kernels": partial(check_saved_rows, kernels=True),
+    "saved_rows_by_kernels": partial(check_saved_rows, shards=SHARDS_OF_SAVED[1:], kernels=True),
+    "saved_rows_of_different_sizes": partial(check_saved_rows, shards=SHARDS_OF_SAVED[:1], kernels=True),
     "far_logits": check_far_logits,
     "smoothing": check_smoothing,
     "statistics": check_statistics,
@@ -680,6 +703,9 @@ def import_compiler() -> None:
 def main() -> None:
     ranks, implementation, *requests = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
+        if KILLED in requests:
+            requests.remove(KILLED)
+            print(json.dumps({"name": KILLED, "failure": failure_of_killed(folder)}), flush=True)
         arguments = int(ranks), implementation, requests, f"{folder}/store", lambda line: print(line, flush=True)
         # Forked, so that the processes share what this one has imported.
         if not {"check:compile", "check:dtensor_compiled"}.isdisjoint(requests):
