@@ -127,9 +127,10 @@ _gather.defvjp(
 def saves_all_but_gathered(primitive: Any, *avals: Any, **parameters: Any) -> bool:
     """Policy of jax.checkpoint for a loop over layers: the backward pass casts and gathers the parameters again.
 
-    Without a loop, XLA would take the gathered ones of the forward pass, unless barriers hide what is saved. Then it
-    saves all intermediate results as they are written, twice the memory, where it otherwise computes some of them again
-    from others. Casts of activations are repeated too. If casts were saved, XLA would save those of parameters as they are gathered.
+    Casts of activations are repeated too. If casts were saved, XLA would save those of parameters as they are gathered.
+
+    It is not for layers that are compiled separately. There XLA would use what the forward pass has gathered, unless
+    barriers hide the saved results. With barriers it writes every one of them, which takes twice the memory.
     """
     return str(primitive) not in ("sharding_constraint", "convert_element_type")
 
