@@ -6,14 +6,17 @@ be set before JAX starts. A mesh may have fewer of them.
 """
 
 import dataclasses
+import io
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +30,7 @@ from flax_runs import SMALL, learned, start, write_texts
 from host_devices import failures_of, run_named
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from random_decoder import random_decoder
+from safetensors.numpy import load_file
 
 from flax_models.data.batches import Batch
 from flax_models.errors import RunError
@@ -51,6 +55,7 @@ MESHES = [
     *[(8, 1, 1), (1, 8, 1), (2, 4, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)],
 ]
 DEEP = dataclasses.replace(UNTIED, num_layers=3)
+EXAMPLES = Path(__file__).parent.parent / "examples"
 DEVICES, BATCH = 8, 8  # devices of the process, and rows of a batch
 BOUND = 1e-5  # of a loss in float32, relative to the largest
 
@@ -372,6 +377,40 @@ def command() -> None:
     assert [row["step"] for row in both] == [row["step"] for row in one]
 
 
+def examples() -> None:
+    """The examples print the same held-out losses on a mesh as on one device, and write the same models."""
+    changes = {
+        "pretrain_text": {"MODEL": SHAPE},
+        "finetune_instructions": {"MODEL": ModelConfig(280, 32, 1, 2, 2, 16, 48, 128), "KINDS": {"tool": "saw rake"}},
+    }
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
+        place = Path(folder)
+        write_texts(place / "data")
+        texts, full = ["--data", str(place / "data"), "--steps=20"], str(place / "full")
+        for name, *options in (
+            ("pretrain_text", *texts, "--out", str(place / "pretrained")),
+            ("finetune_instructions", "--steps=30", "--out", full),
+            ("finetune_instructions", "--steps=5", "--lora"),
+            ("finetune_instructions", "--steps=5", "--lora", "--weights", full, "--out", str(place / "adapter")),
+        ):
+            example = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+            example["main"].__globals__.update(changes[name])
+            printed, written = [], []
+            for mesh in ([], ["--mesh=fsdp=4,tensor=2"], ["--mesh=data=2,fsdp=2,tensor=2"]):
+                if "--out" in options:
+                    shutil.rmtree(options[-1], ignore_errors=True)
+                with redirect_stdout(io.StringIO()) as out:
+                    example["main"]([*options, *mesh])
+                printed.append(float(out.getvalue().split("held-out loss ")[1].split()[0]))
+                if "--out" in options:
+                    (file,) = Path(options[-1]).glob("*.safetensors")
+                    written.append(load_file(file))
+            for mesh in (1, 2):
+                assert abs(printed[mesh] - printed[0]) < 0.002, (name, options, printed)
+                for tensor, values in written[mesh].items() if written else ():
+                    np.testing.assert_allclose(values, written[0][tensor], atol=1e-3, err_msg=tensor)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "places": places,
     "other mesh": other_mesh,
@@ -386,6 +425,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         programs, {}, {"remat": "full"}, {"remat": "elementwise"}, {"remat": "attention", "scan_layers": False}
     ),
     "command": command,
+    "examples": examples,
     "quick": quick,
     **{f"50 steps {sizes}": partial(same_curve, [sizes], 50) for sizes in MESHES},
     **{name: partial(same_curve, [(1, 2, 2), (2, 1, 2), (2, 2, 2)], 5, **changes) for name, changes in CHANGES.items()},
