@@ -84,7 +84,7 @@ WAYS = (
 class State(NamedTuple):
     """What a step replaces."""
 
-    params: nnx.State  # those that train
+    params: Any  # those that train
     optimizer: optax.OptState
 
 

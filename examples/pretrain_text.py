@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ SEQUENCES = 4  # sequences per batch, each of max_seq_len tokens
 class State(NamedTuple):
     """What a step replaces."""
 
-    params: nnx.State
+    params: Any
     optimizer: optax.OptState
 
 
