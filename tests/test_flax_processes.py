@@ -21,10 +21,11 @@ import pytest
 from flax_runs import SMALL, learned, run_alone
 
 from flax_models.errors import RunError
+from flax_models.train import processes
 from flax_models.train.checkpoint import steps_in
 from flax_models.train.config import RunConfig, from_json, to_json
 from flax_models.train.metrics import read_rows
-from flax_models.train.processes import Launch, find_launch
+from flax_models.train.processes import Launch, check_on_first, find_launch
 from flax_models.train.relay import start_relay
 
 DIVISIBLE = ["--num-kv-heads=2", "--batch-size=4"]
@@ -104,6 +105,20 @@ def test_the_options_of_a_process_are_not_those_of_its_run() -> None:
         RunConfig(coordinator="a:1")
 
 
+def test_process_0_alone_checks_files_and_all_report_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RunError("a fault")
+
+    check_on_first(lambda: None)
+    with pytest.raises(RunError, match=r"^a fault$"):
+        check_on_first(fails)
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    check_on_first(fails)  # not called
+    monkeypatch.setattr(processes, "from_first", lambda text: text + "of process 0")
+    with pytest.raises(RunError, match=r"^of process 0$"):
+        check_on_first(fails)
+
+
 def test_a_relay_keeps_a_connection_whose_other_end_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(("127.0.0.1", start_relay("127.0.0.1", server.getsockname()[1])))
@@ -139,7 +154,7 @@ class Run:
     def __init__(self, place: Path, name: str, count: int, *options: str, started_by: str | None = None) -> None:
         self.place, self.folder, self.count, self.options = place, place / "runs" / name, count, options
         self.started_by = started_by
-        self.processes: list[ForkServerProcess] = []
+        self.running: list[ForkServerProcess] = []
 
     def launch(self, *of_last: str) -> None:
         """Starts the processes, the last one with more options."""
@@ -150,7 +165,7 @@ class Run:
             options += ["--data", str(self.place / "data"), *SMALL, *DIVISIBLE, "--mesh=data=2,fsdp=2", *self.options]
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        self.processes = []
+        self.running = []
         for index in range(self.count):
             self.out(index).unlink(missing_ok=True)
             cache = (jax.config.jax_compilation_cache_dir, str(self.place / "cache"))
@@ -171,7 +186,7 @@ class Run:
                 args=(DEVICES // self.count, arguments, environment, *cache, self.out(index), self.err(index)),
             )
             process.start()
-            self.processes.append(process)
+            self.running.append(process)
 
     def out(self, index: int) -> Path:
         return self.place / f"{self.folder.name}.{index}.out"
@@ -186,7 +201,7 @@ class Run:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition is true, or a process has ended."""
-        while all(process.is_alive() for process in self.processes) and not condition():
+        while all(process.is_alive() for process in self.running) and not condition():
             time.sleep(0.01)
 
     def has_row(self, step: int) -> bool:
@@ -200,7 +215,7 @@ class Run:
 
     def kill(self, index: int) -> None:
         """Kills a process, and asserts that the other one ends in time with one line about it."""
-        self.processes[index].kill()
+        self.running[index].kill()
         began = time.monotonic()
         codes = self.codes()
         assert time.monotonic() - began < WITHIN
@@ -211,9 +226,9 @@ class Run:
     def codes(self) -> list[int | None]:
         """Waits for the end of the processes, and returns their exit statuses."""
         ending = time.monotonic() + 2 * WITHIN
-        for process in self.processes:
+        for process in self.running:
             process.join(max(0.0, ending - time.monotonic()))
-        return [process.exitcode for process in self.processes]
+        return [process.exitcode for process in self.running]
 
     def finish(self) -> list[dict]:
         """Runs to the end, and returns the rows of the metrics."""
@@ -234,7 +249,7 @@ def started(place: Path) -> Iterator[Callable[..., Run]]:
 
     yield make
     for run in runs:
-        for process in run.processes:
+        for process in run.running:
             process.kill()
 
 
@@ -287,8 +302,8 @@ def test_processes_stop_after_the_same_step_and_continue_with_the_same_curve(sta
     )
     two.launch()
     two.wait_for(lambda: two.has_row(5))
-    assert two.processes[1].pid is not None
-    os.kill(two.processes[1].pid, signal.SIGTERM)
+    assert two.running[1].pid is not None
+    os.kill(two.running[1].pid, signal.SIGTERM)
     assert two.codes() == [143, 143], two.errors()
     (saved,) = steps_in(two.folder / "checkpoints")
     stopped = f"stopped by SIGTERM: step {saved} of 200 is saved; --resume continues from it\n"

@@ -1,7 +1,8 @@
 """The processes of a run on several hosts: how they find each other, what they agree on, and how they end together.
 
-Every process runs the same program. Process 0 alone writes to the run's folder and prints. All processes read the same
-files, draw the same batches, and take part in each step, held-out loss, sample and checkpoint.
+Every process runs the same program. Process 0 alone writes to the run's folder, except for the arrays of checkpoints,
+reads whole weights and checkpoints to check them, and prints. All processes read the same files, draw the same batches,
+and take part in each step, held-out loss, sample and checkpoint.
 
 JAX's coordination service aborts the processes that remain after HEARTBEAT seconds without a sign of life from another
 one, with a long log. So each process is also connected to process 0, and these connections end when a process does:
@@ -158,6 +159,18 @@ def from_first(text: str) -> str:
     padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     told = np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8)
     return told.tobytes().rstrip(b"\0").decode(errors="ignore")
+
+
+def check_on_first(check: Callable[[], None]) -> None:
+    """Runs a check on process 0 alone, and raises its RunError on all processes, which call this at the same point."""
+    fault = ""
+    if is_first():
+        try:
+            check()
+        except RunError as error:
+            fault = str(error)
+    if fault := from_first(fault):
+        raise RunError(fault)
 
 
 def check_agreement(what: str, text: str) -> None:
