@@ -457,6 +457,8 @@ def test_a_wrong_mesh_is_one_error(text: str) -> None:
 def test_a_mesh_has_all_devices() -> None:
     with pytest.raises(RunError, match=r"--mesh must multiply to 1, the number of cpu devices, got 'data=2,fsdp=3' "):
         make_mesh("data=2,fsdp=3")
+    with pytest.raises(RunError, match=r"--mesh must give each of the axes .* got 'data=0'"):
+        make_mesh("data=0")
     assert dict(make_mesh("tensor=1").shape) == {"data": 1, "fsdp": 1, "tensor": 1}
 
 

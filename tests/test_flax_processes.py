@@ -121,8 +121,9 @@ def test_process_0_alone_checks_files_and_all_report_what_it_finds(monkeypatch: 
 
 def test_a_relay_keeps_a_connection_whose_other_end_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(("127.0.0.1", start_relay("127.0.0.1", server.getsockname()[1])))
+        client = socket.create_connection(("127.0.0.1", start_relay("127.0.0.1", server.getsockname()[1])), 5)
         service, _ = server.accept()
+        service.settimeout(5)
         for source, target in ((client, service), (service, client)):
             source.sendall(b"word")
             assert target.recv(9) == b"word"
@@ -136,6 +137,7 @@ def test_a_relay_keeps_a_connection_whose_other_end_is_lost() -> None:
             with socket.create_connection(client.getpeername()):
                 service, _ = server.accept()
         with service:
+            service.settimeout(5)
             assert service.recv(1) == b""  # the end of the process reaches the service
 
 
