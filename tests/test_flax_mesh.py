@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_runs import SMALL, learned, start, write_texts
-from host_devices import failures_of, run_named
+from host_devices import failures_in, failures_of, run_named
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from random_decoder import random_decoder
 from safetensors.numpy import load_file
@@ -438,11 +438,17 @@ def failures(request: pytest.FixtureRequest) -> dict[str, str]:
     return failures_of(request, devices=DEVICES)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHECKS]
-)
+@pytest.mark.parametrize("name", QUICK)
 def test_on_a_mesh(failures: dict[str, str], name: str) -> None:
     assert name not in failures, failures[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in QUICK])
+def test_alone_on_a_mesh(name: str) -> None:
+    """Each runs in another process, so that no test takes minutes and several workers divide them."""
+    found = failures_in(Path(__file__), [name], DEVICES)
+    assert not found, found[name]
 
 
 @pytest.mark.parametrize(
