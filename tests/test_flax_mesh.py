@@ -182,12 +182,12 @@ def places() -> None:
 
 def restored() -> None:
     """A checkpoint of one mesh is read to the devices of another, and to one device."""
-    saved = small_run().state
+    saved, shapes = small_run().state, decoder_shapes(DEEP)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
         checkpoints.save(3, saved, {})
         for mesh in (mesh_of(1, 1, 2), None):
-            like = Trainer(decoder_shapes(DEEP), TrainConfig(batch_size=BATCH), None, mesh).initial
+            like = Trainer(shapes, TrainConfig(batch_size=BATCH), None, mesh).initial
             state, _ = checkpoints.restore(like)
             for found, want, wanted in zip(*map(jax.tree.leaves, (state, saved, like)), strict=True):
                 np.testing.assert_array_equal(found, want)

@@ -281,7 +281,7 @@ def test_a_killed_process_ends_the_other_with_one_line(started: Callable[..., Ru
     assert len([*two.folder.glob("events.*")]) == 1
     assert re.sub(r"\[Gloo\].*\n", "", two.out(1).read_text()) == ""
     rows = learned(two.folder)
-    assert_same(rows, started("one", 1, *QUICK).finish()[: len(rows)])
+    assert_same(rows, started("one", 1, *QUICK, "--checkpoint-every=8").finish()[: len(rows)])
 
 
 @pytest.mark.slow
