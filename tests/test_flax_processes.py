@@ -33,6 +33,8 @@ DEVICES = 4
 BOUND = 1e-5  # of a loss in float32, over SAME_STEPS: another number of processes adds in another order
 SAME_STEPS = 50
 QUICK = ("--eval-every=0", "--sample-tokens=0")
+# What Gloo writes to stdout, in pieces between which another thread may write.
+GLOO = re.compile(r"\[Gloo\] Rank|\d+|is connected to|peer ranks\.|Expected number of connected peer ranks is :|\s")
 WITHIN = 30  # seconds in which the others end after one is killed
 STARTED = {  # the variables of each process of a cluster on this host
     "torchrun": {"MASTER_ADDR": "localhost", "MASTER_PORT": "{port}", "WORLD_SIZE": "2", "RANK": "{index}"},
@@ -274,12 +276,14 @@ def test_a_killed_process_ends_the_other_with_one_line(started: Callable[..., Ru
     two.wait_for(lambda: two.has_row(5))
     killed = drawn_numbers().randrange(2)
     two.kill(killed)
-    saved = max(steps_in(two.folder / "checkpoints"))
-    line = f"error: process {killed} of 2 was lost; --resume continues from the checkpoint of step {saved}\n"
-    assert two.errors()[1 - killed] == line
+    line = two.errors()[1 - killed]
+    before, saved = line.rsplit(maxsplit=1)
+    assert before == f"error: process {killed} of 2 was lost; --resume continues from the checkpoint of step"
+    # Process 0 may complete another one in the moment before it ends.
+    assert int(saved) in steps_in(two.folder / "checkpoints")
     assert "of 4 devices" in two.out(0).read_text()
     assert len([*two.folder.glob("events.*")]) == 1
-    assert re.sub(r"\[Gloo\].*\n", "", two.out(1).read_text()) == ""
+    assert GLOO.sub("", two.out(1).read_text()) == ""
     rows = learned(two.folder)
     assert_same(rows, started("one", 1, *QUICK, "--checkpoint-every=8").finish()[: len(rows)])
 
