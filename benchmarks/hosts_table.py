@@ -1,17 +1,14 @@
 """The tables of `benchmarks.hosts` in docs/hosts.md, and the bars that its rows are compared with."""
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.hosts_rows import HOSTS, VARIANTS
+from benchmarks.page_tables import NOT_YET, Place, source, wrapped
 from benchmarks.results import ROOT
 
-PAGE = ROOT / "docs" / "hosts.md"
-BEGIN, END = "<!-- table: hosts -->", "<!-- end of the table -->"
-WIDTH = 120  # of the lines of a page
-NOT_YET = "Not measured yet."
+PLACE = Place(ROOT / "docs" / "hosts.md", "hosts")
+FILE = "hosts.json"  # in the folders of results
 NAMES = {
     "plain": "as it is",
     "compiled": "compiled",
@@ -78,20 +75,14 @@ def hosts_tables(contents: Sequence[Mapping[str, Any]]) -> list[str]:
         rows = {(*_key(row), row["variant"]): row for row in content["rows"] if row["config"] != "smoke"}
         if not rows:
             continue
-        versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-        commits = ", ".join(sorted({row["commit"][:7] for row in rows.values()}))
-        lines += [*_wrapped(f"{content['device']}, {versions}, at {commits}:"), ""]
+        lines += [*source(content, rows.values()), ""]
         for host, of in HOSTS.items():
             variants = [name for name in VARIANTS if name in of.variants]
             lines += _table(host, variants, rows)
         for bar in BARS:
-            lines += _wrapped(f"- {bar.text}: {_verdict(bar, rows)}.", "  ")
+            lines += wrapped(f"- {bar.text}: {_verdict(bar, rows)}.", "  ")
         lines.append("")
     return lines[:-1] or [NOT_YET]
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -164,14 +155,3 @@ def _failures(bar: Bar, key: tuple[Any, ...], ours: Mapping[str, Any], other: Ma
         memory = ours["peak_bytes"] / other["peak_bytes"]
         if memory > bar.memory or (bar.less and memory == bar.memory):
             yield f"{_name(key)} ({memory:.2f} x the memory)"
-
-
-def with_tables(text: str, lines: Sequence[str]) -> str:
-    """Returns the text of a page with these lines between its marks."""
-    before, rest = text.split(BEGIN)
-    return "\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{rest.split(END)[1]}"])
-
-
-def write(path: Path, lines: Sequence[str]) -> None:
-    """Writes the tables into a page."""
-    path.write_text(with_tables(path.read_text(), lines))

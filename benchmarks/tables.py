@@ -1,7 +1,8 @@
 """Prints recorded results as Markdown tables: `python -m benchmarks.tables [--json FILE ...] [--modes NAME ...]`.
 
 With `--grid` it prints the grid of published heads instead, a line for each head. With `--hosts` it prints rows of
-`benchmarks.hosts`; without `--json` these are all in results/, and it also writes them into docs/hosts.md.
+`benchmarks.hosts`, and with `--mesh` those of `benchmarks.train --rows mesh mesh-8b`; without `--json` these are all in
+results/, and it also writes them into docs/hosts.md and docs/scale.md.
 
 Every ratio has its milliseconds. The time of the floor depends on what runs between its calls, so ratios to two
 floors cannot be compared without them.
@@ -15,7 +16,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hosts_table
+from benchmarks import hosts_table, mesh_table
 from benchmarks.methods import out_of_memory
 from benchmarks.results import MIB, RECORDED, shown
 from benchmarks.shapes import GRID_MODES, GRID_N, HEADS, SMALL_N, SWEEP_N, Head
@@ -200,13 +201,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--grid", action="store_true", help="a line for each head of the grid")
     parser.add_argument("--hosts", action="store_true", help="rows of benchmarks.hosts")
+    parser.add_argument("--mesh", action="store_true", help="rows of benchmarks.train on a mesh")
     options = parser.parse_args(arguments)
-    if options.hosts:
-        files = options.json or sorted(RECORDED.parent.glob("*/hosts.json"))
-        lines = hosts_table.hosts_tables([json.loads(file.read_text()) for file in files])
+    for chosen, place, file, lines_of in (
+        (options.hosts, hosts_table.PLACE, hosts_table.FILE, hosts_table.hosts_tables),
+        (options.mesh, mesh_table.PLACE, mesh_table.FILE, mesh_table.mesh_table),
+    ):
+        if not chosen:
+            continue
+        files = options.json or sorted(RECORDED.parent.glob(f"*/{file}"))
+        lines = lines_of([json.loads(path.read_text()) for path in files])
         print("\n".join(lines))
         if not options.json:
-            hosts_table.write(hosts_table.PAGE, lines)
+            place.write(lines)
         return
     recorded = [RECORDED / f"{framework}{'-grid' * options.grid}.json" for framework in ("torch", "jax")]
     for path in options.json or recorded:

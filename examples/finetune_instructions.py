@@ -7,9 +7,10 @@
 --weights is a Hugging Face folder. Its chat template formats the instructions, and only the tokens of answers count in
 the loss. Instructions of different lengths are packed into rows, without attention between them. With --lora, the
 folder's weights are frozen, including the head, and the loss does not compute the head's gradient.
+--mesh divides the model and its batches over the devices of this host (docs/scale.md).
 
 `python -m flax_models.train --weights ... --lora-rank 32` does the same with the features that a long run needs:
-checkpoints, --resume, gradient accumulation, memory estimates and throughput.
+checkpoints, --resume, gradient accumulation, memory estimates, throughput and several hosts.
 """
 
 import argparse
@@ -18,15 +19,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
-from flax_models.data.batches import Batch
+from flax_models.data.batches import Batch, padded
 from flax_models.data.corpus import load_corpus
 from flax_models.data.dialogue import Dialogue
 from flax_models.data.examples import Example, fit_examples
@@ -43,7 +46,16 @@ from flax_models.model.lora import adapt, merge
 from flax_models.model.lora_config import LoraConfig
 from flax_models.model.parameters import is_adapter, name_of
 from flax_models.model.sampling import Sampling, continue_prompts
-from jax_pallas import linear_cross_entropy
+from flax_models.train.mesh import (
+    check_sizes,
+    check_vocabulary,
+    context_of,
+    loss_on,
+    made_on,
+    make_mesh,
+    put_batch,
+    state_placements,
+)
 
 MODEL = ModelConfig(
     vocab_size=1024, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, max_seq_len=256
@@ -67,6 +79,13 @@ WAYS = (
     "Sort this word: {}",
     "Of which kind is {}?",
 )
+
+
+class State(NamedTuple):
+    """What a step replaces."""
+
+    params: Any  # those that train
+    optimizer: optax.OptState
 
 
 def make_instructions(path: Path) -> None:
@@ -119,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--out", type=Path, help="folder to save the model to, or, with --weights and --lora, the adapter"
     )
+    options.add_argument("--mesh", help="sizes of a mesh of all devices, such as data=2,fsdp=2 (default: one device)")
     chosen = options.parse_args(arguments)
     if chosen.steps < 1:
         options.error(f"--steps must be at least 1, got {chosen.steps}")
@@ -127,18 +147,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not 1 <= length <= longest:
         options.error(f"--max-seq-len must be between 1 and the model's {longest}, got {length}")
 
+    mesh = None if chosen.mesh is None else make_mesh(chosen.mesh)
+    with context_of(mesh):
+        finetune(chosen, length, mesh)
+
+
+def finetune(chosen: argparse.Namespace, length: int, mesh: Mesh | None) -> None:
+    """Trains, evaluates and saves the model, with the options of the command and rows of `length` tokens."""
     vocabulary, (train, held_out) = read_examples(chosen.data, chosen.weights, length)
     batches, evaluation = PackedSampler(train, ROWS, length, seed=0), pack_rows(held_out, length, most=64)
 
-    rngs = nnx.Rngs(0)
+    config = vocabulary.fit(MODEL) if chosen.weights is None else read_config(chosen.weights)
+    if mesh is not None:
+        check_sizes(mesh, config, ROWS)
+        check_vocabulary(mesh, config, "of the tokenizer" if chosen.weights is None else "of --weights")
     if chosen.weights is None:
-        model = Decoder(vocabulary.fit(MODEL), rngs=rngs)
+        model = made_on(mesh, lambda: Decoder(config, rngs=nnx.Rngs(0)))
     else:  # compute in bfloat16; keep the parameters that train in float32
-        model = load(chosen.weights, dtype="bfloat16", param_dtype="float32", remat="attention", scan_layers=False)
+        dtypes = {"dtype": "bfloat16", "param_dtype": "float32"}
+        model = load(chosen.weights, mesh=mesh, **dtypes, remat="attention", scan_layers=False)
     # A model with random weights also needs a trained embedding.
     lora = LoraConfig(lora_rank=16, unfreeze=("embedding",) if chosen.weights is None else ())
     if chosen.lora:
-        adapt(model, lora, rngs)
+        adapt(model, lora, nnx.Rngs(1))
 
     def trains(path: tuple[Any, ...], _: Any) -> bool:
         name = name_of(path)
@@ -151,32 +182,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, min(30, chosen.steps // 2), chosen.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99))
 
-    def loss_of(trained: nnx.State, frozen: nnx.State, batch: Batch) -> jax.Array:
+    def loss_of(trained: nnx.State, frozen: nnx.State, batch: Batch, reduction: str = "mean") -> jax.Array:
         model = nnx.merge(graph, trained, frozen)
         # Positions with target -100 do not count in the loss: the tokens before an answer, and padding.
         hidden = model(batch.tokens, batch.lengths)
         head = model.head_weight().astype(hidden.dtype)  # in the dtype of the other matmuls: saves one matmul
-        return linear_cross_entropy(hidden, head, batch.targets, **model.config.loss_options())
+        return loss_on(mesh)(hidden, head, batch.targets, reduction=reduction, **model.config.loss_options())
 
-    @jax.jit
-    def step(trained: nnx.State, state: optax.OptState, frozen: nnx.State, batch: Batch) -> tuple:
-        loss, gradients = jax.value_and_grad(loss_of)(trained, frozen, batch)
-        updates, state = optimizer.update(gradients, state, trained)
-        return optax.apply_updates(trained, updates), state, loss
+    def begin(trained: nnx.State) -> State:
+        return State(trained, optimizer.init(trained))
 
-    state, losses, began = optimizer.init(trained), [], time.monotonic()
+    def step(state: State, frozen: nnx.State, batch: Batch) -> tuple[State, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(state.params, frozen, batch)
+        updates, of_optimizer = optimizer.update(gradients, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), of_optimizer), loss
+
+    # On a mesh, the optimizer's state is divided as the parameters are.
+    placements = state_placements(mesh, jax.eval_shape(begin, trained))
+    state = jax.jit(begin, out_shardings=placements)(trained)
+    del model, trained  # frees their device memory
+    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=(placements, None))
+    losses, began = [], time.monotonic()
     for number in range(1, chosen.steps + 1):
-        trained, state, loss = step(trained, state, frozen, jax.device_put(batches.next()))
+        state, loss = compiled_step(state, frozen, put_batch(mesh, batches.next()))
         losses.append(loss)  # stays on the device: reading it here would make the host wait for the step
         if number % 50 == 0 or number == chosen.steps:
             mean = np.mean(jax.device_get(losses))
             print(f"step {number:>5}/{chosen.steps}  loss {mean:.3f}  {time.monotonic() - began:.0f} s", flush=True)
             losses.clear()
     batches.close()
-    held_out_loss = jax.jit(loss_of)(trained, frozen, jax.device_put(evaluation))
-    print(f"held-out loss {float(held_out_loss):.3f} nats per token\n")
+    total = jax.jit(partial(loss_of, reduction="sum"))
+    windows = [put_batch(mesh, batch) for batch in padded(evaluation, ROWS)]
+    mean = sum(float(total(state.params, frozen, batch)) for batch in windows) / evaluation.counted
+    print(f"held-out loss {mean:.3f} nats per token\n")
 
-    model = nnx.merge(graph, trained, frozen)
+    model = nnx.merge(graph, state.params, frozen)
     plain = merge(model) if chosen.lora else model
     prompts = [example.tokens[: int(np.argmax(example.counted))].tolist() for example in held_out[:SHOWN]]
     ends = (*vocabulary.ends, *vocabulary.format.ends)

@@ -16,18 +16,17 @@ import pytest
 DEVICES = 4
 
 
-def failures_of(request: pytest.FixtureRequest) -> dict[str, str]:
+def failures_of(request: pytest.FixtureRequest, devices: int = DEVICES) -> dict[str, str]:
     """Returns the failures of the checks that the selected tests of a file name, with the fixture `failures`. One
     process runs all of them."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
-    return failures_in(
-        request.path, [item.callspec.params["name"] for item in items if "failures" in item.fixturenames]
-    )
+    names = [item.callspec.params["name"] for item in items if "failures" in item.fixturenames]
+    return failures_in(request.path, names, devices)
 
 
-def failures_in(file: Path, names: Iterable[str]) -> dict[str, str]:
+def failures_in(file: Path, names: Iterable[str], devices: int = DEVICES) -> dict[str, str]:
     """Returns the failures of checks of a file, which run in one process."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # like compiling.quick_compilation
@@ -38,9 +37,9 @@ def failures_in(file: Path, names: Iterable[str]) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_named(checks: Mapping[str, Callable[[], None]]) -> None:
+def run_named(checks: Mapping[str, Callable[[], None]], devices: int = DEVICES) -> None:
     """Runs the checks that the command line names and prints their failures as a JSON object, by name."""
-    assert jax.device_count() == DEVICES
+    assert jax.device_count() == devices
     gc.freeze()  # as in conftest.py, no scan visits what was imported, and scans are rare
     gc.set_threshold(10_000, 10, 100)
     found: dict[str, str] = {}

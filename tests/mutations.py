@@ -1701,6 +1701,12 @@ BENCHMARKS_HOSTS = (
     Mutation("benchmarks/hosts_table.py", "memory > bar.memory or (bar.less and", "(bar.less and", OF_ROWS),
     Mutation("benchmarks/hosts_table.py", "(bar.less and memory == bar.memory)", "False", OF_ROWS),
     Mutation("benchmarks/hosts_table.py", 'if row["config"] != "smoke"', "", OF_ROWS),
+    Mutation(
+        "benchmarks/mesh_table.py",
+        'row.get("kind", "speed") == "speed" and',
+        "",
+        tests("benchmarks_train", "table_of_meshes_is"),
+    ),
     Mutation("benchmarks/hosts_rows.py", "key=lambda row: row.variant in PERMANENT", "key=lambda row: 0", OF_ROWS),
 )  # fmt: skip
 
@@ -1836,6 +1842,7 @@ MESH = (
     Mutation("flax_models/train/mesh.py", "if shape == leaf.shape:", "if False:", OF_MESH),
     Mutation("flax_models/train/mesh.py", "or name in sizes or", "or", OF_MESH),
     Mutation("flax_models/train/mesh.py", "if count != len(devices):", "if count > 9:", OF_MESH),
+    Mutation("flax_models/train/mesh.py", "    except ValueError as error:", "    except OSError as error:", OF_MESH),
     Mutation("flax_models/train/checkpoint.py", "sharding=leaf.sharding or device", "sharding=device", OF_MESH),
     Mutation("flax_models/hub/weights.py", "part.first_row + rows.start,", "part.first_row,", OF_MESH),
 )
@@ -1850,6 +1857,10 @@ PROCESSES = (
     ),
     Mutation("flax_models/train/processes.py", 'if what == "end":', "if False:", OF_PROCESSES),
     Mutation("flax_models/train/processes.py", "(digests != digests[0])", "(digests != digests)", OF_PROCESSES),
+    Mutation("flax_models/train/processes.py", "if is_first():\n        try", "if True:\n        try", OF_PROCESSES),
+    Mutation("flax_models/train/processes.py", "if fault := from_first(fault):", "if fault:", OF_PROCESSES),
+    Mutation("flax_models/train/relay.py", "        _copy(client, service)", "        back.join()", OF_PROCESSES),
+    Mutation("flax_models/train/relay.py", "        service.shutdown(", "        back.join(", OF_PROCESSES),
     Mutation("flax_models/train/processes.py", "was lost; {self._advice()}", "was lost", OF_PROCESSES),
     Mutation("flax_models/train/main.py", "quiet=peers is not None and not is_first()", "quiet=False", OF_PROCESSES),
     Mutation("flax_models/train/main.py", "if first else NoMetrics()", "if True else NoMetrics()", OF_PROCESSES),

@@ -22,6 +22,7 @@ from benchmarks import hosts, hosts_jax, hosts_process, hosts_table, hosts_trans
 from benchmarks.hosts_process import answer
 from benchmarks.hosts_rows import CONFIGS, HOSTS, Request, Row, plan
 from benchmarks.hosts_torch import make_model
+from benchmarks.page_tables import NOT_YET
 from benchmarks.results import RECORDED
 
 transformers = import_transformers()
@@ -302,13 +303,13 @@ def test_tables_have_the_rows_and_say_which_bars_they_miss(tmp_path: Path, capsy
 
 def test_the_page_has_the_tables_of_the_recorded_results() -> None:
     files = sorted(RECORDED.parent.glob("*/hosts.json"))
-    lines = hosts_table.hosts_tables([json.loads(file.read_text()) for file in files])
-    text = hosts_table.PAGE.read_text()
-    assert hosts_table.with_tables(text, lines) == text
-    assert hosts_table.hosts_tables([]) == [hosts_table.NOT_YET]
-    again = hosts_table.with_tables(text, ["| a |"])
-    assert f"{hosts_table.BEGIN}\n\n| a |\n\n{hosts_table.END}" in again
-    assert hosts_table.with_tables(again, lines) == text
+    lines, place = hosts_table.hosts_tables([json.loads(file.read_text()) for file in files]), hosts_table.PLACE
+    text = place.page.read_text()
+    assert place.filled(text, lines) == text
+    assert hosts_table.hosts_tables([]) == [NOT_YET]
+    again = place.filled(text, ["| a |"])
+    assert f"{place.begin}\n\n| a |\n\n{place.end}" in again
+    assert place.filled(again, lines) == text
 
 
 def test_configs_are_those_of_the_published_models() -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from compiling import quick_compilation
 
-from benchmarks import attention, train, train_jax, train_plot, train_process, train_torch
+from benchmarks import attention, mesh_table, tables, train, train_jax, train_plot, train_process, train_torch
 from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out_of_memory
+from benchmarks.page_tables import NOT_YET
 from benchmarks.results import RECORDED, ResultFile
 from benchmarks.train_process import Request, answer, ask
 from benchmarks.train_rows import BATCHES, GROUPS, LORA_RANK, MODELS, Row, draw, select, speed_figures
@@ -395,6 +396,45 @@ def test_rows_of_a_mesh_are_relative_to_one_gpu(
     assert "95.0% of 2 GPUs" in capsys.readouterr().out
     _, rows = run(tmp_path / "other.json", "--rows", mesh)
     assert rows[mesh]["efficiency"] is None
+
+
+def test_the_table_of_meshes_is_that_of_the_recorded_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {"config": "llama3.2-1b", "kind": "speed", "status": "ok", "loss": "fused", "remat": "none"}
+    common |= {"optimizer": "adamw", "seq": 4096, "commit": "0123456789"}
+    measured = {"tokens_per_s": 1234.4, "efficiency": None, "mfu": 0.5, "peak_bytes": 3 * 2**29}
+    rows = [
+        {**common, **measured, "mesh": None, "gpus": 1, "batch": 8},
+        {**common, **measured, "mesh": "fsdp=2", "gpus": 2, "batch": 16, "efficiency": 0.9512, "remat": "full"},
+        {**common, "mesh": "data=2", "gpus": 2, "batch": 16, "status": "oom", "optimizer": "adafactor"},
+        {**common, **measured, "mesh": None, "gpus": 1, "batch": 2, "kind": "check"},
+    ]
+    (tmp_path / "h9").mkdir()
+    (tmp_path / "h9" / "train_mesh.json").write_text(
+        json.dumps({"device": "H9", "versions": {"jax": "1"}, "rows": rows})
+    )
+    place = mesh_table.PLACE._replace(page=tmp_path / "page.md")
+    place.page.write_text(f"before\n{place.begin}\n\nold\n\n{place.end}\nafter\n")
+    monkeypatch.setattr(mesh_table, "PLACE", place)
+    monkeypatch.setattr(tables, "RECORDED", tmp_path / "h200")
+    tables.main(["--mesh"])
+    lines = [
+        *("H9, jax 1, at 0123456:", "", f"| {' | '.join(mesh_table.HEADINGS)} |", "|---|---|---|---|---|---|---|"),
+        "| llama3.2-1b, 8 x 4,096 | - | 1 | 1,234 | - | 50.0% | 1.5 GiB |",
+        "| llama3.2-1b, remat full, 16 x 4,096 | fsdp=2 | 2 | 1,234 | 95.1% | 50.0% | 1.5 GiB |",
+        "| llama3.2-1b, optimizer adafactor, 16 x 4,096 | data=2 | 2 | out of memory | - | - | - |",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert place.page.read_text() == "\n".join(["before", place.begin, "", *lines, "", place.end, "after", ""])
+
+
+def test_the_page_has_the_table_of_meshes() -> None:
+    files = sorted(RECORDED.parent.glob(f"*/{mesh_table.FILE}"))
+    lines = mesh_table.mesh_table([json.loads(file.read_text()) for file in files])
+    text = mesh_table.PLACE.page.read_text()
+    assert mesh_table.PLACE.filled(text, lines) == text
+    assert mesh_table.mesh_table([]) == [NOT_YET]
 
 
 def test_a_mesh_of_other_devices_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,25 @@
 """Tests training on a mesh: the same curve on any number of devices, parameters and their state divided as the table
 says, and what a program gathers.
 
-Tests that need several devices run this file in a separate process, because the number of CPU devices must be set
-before JAX starts.
+Tests that need several devices run this file in a separate process with eight, because the number of CPU devices must
+be set before JAX starts. A mesh may have fewer of them.
 """
 
 import dataclasses
+import io
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from contextlib import redirect_stdout
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -24,9 +27,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_runs import SMALL, learned, start, write_texts
-from host_devices import failures_of, run_named
+from host_devices import failures_in, failures_of, run_named
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from random_decoder import random_decoder
+from safetensors.numpy import load_file
 
 from flax_models.data.batches import Batch
 from flax_models.errors import RunError
@@ -41,12 +45,18 @@ from flax_models.train.accounting import DeviceMemory, check_parameters, least_m
 from flax_models.train.checkpoint import Checkpoints
 from flax_models.train.config import RunConfig, TrainConfig
 from flax_models.train.main import _initial_model
-from flax_models.train.mesh import check_sizes, check_vocabulary, made_on, make_mesh, mesh_sizes
+from flax_models.train.mesh import check_sizes, check_vocabulary, loss_of_device, made_on, make_mesh, mesh_sizes
 from flax_models.train.step import Trainer, TrainState
 
 SHAPE = ModelConfig(280, 16, 2, 4, 2, 8, 24, 16)
 UNTIED = dataclasses.replace(SHAPE, tie_embeddings=False, attention_bias=True, attention_out_bias=True)
-MESHES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+MESHES = [
+    *[(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)],
+    *[(8, 1, 1), (1, 8, 1), (2, 4, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)],
+]
+DEEP = dataclasses.replace(UNTIED, num_layers=3)
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DEVICES, BATCH = 8, 8  # devices of the process, and rows of a batch
 BOUND = 1e-5  # of a loss in float32, relative to the largest
 
 
@@ -66,17 +76,17 @@ def trainer_on(
         adapt(model, lora, rngs)
         return model
 
-    values: dict[str, Any] = {"steps": 50, "batch_size": 4, "warmup_steps": 2, "learning_rate": 1e-2, **options}
+    values: dict[str, Any] = {"steps": 50, "batch_size": BATCH, "warmup_steps": 2, "learning_rate": 1e-2, **options}
     return Trainer(made_on(mesh, make), TrainConfig(**values), lora, mesh)
 
 
 def batch_of(step: int, *, classes: int = SHAPE.vocab_size, packed: bool = False) -> Batch:
     generator = np.random.default_rng(step)
     tokens = (
-        generator.integers(classes, size=(4, 1)) + np.arange(17) * generator.integers(1, 4, size=(4, 1))
+        generator.integers(classes, size=(BATCH, 1)) + np.arange(17) * generator.integers(1, 4, size=(BATCH, 1))
     ) % classes
-    targets = np.where(generator.random((4, 16)) < 0.2, -100, tokens[:, 1:])  # not as many on every device
-    lengths = np.array([[16, 0, 0], [9, 7, 0], [3, 8, 5], [1, 15, 0]], np.int32) if packed else None
+    targets = np.where(generator.random((BATCH, 16)) < 0.2, -100, tokens[:, 1:])  # not as many on every device
+    lengths = np.array([[16, 0, 0], [9, 7, 0], [3, 8, 5], [1, 15, 0]] * 2, np.int32) if packed else None
     return Batch(tokens[:, :-1].astype(np.int32), targets.astype(np.int32), lengths)
 
 
@@ -98,48 +108,86 @@ def assert_same(got: np.ndarray, want: np.ndarray, bound: float = BOUND) -> None
 
 
 def same_curve(meshes: list[tuple[int, int, int]], steps: int, *, packed: bool = False, **options: Any) -> None:
-    one = trainer_on(None, **options)
-    want, state = run(one, steps, packed=packed)
-    classes = options.get("config", SHAPE).vocab_size
-    held_out = one.held_out_loss(one.evaluated(state), batch_of(99, classes=classes))
+    runs = []
     for sizes in meshes:
         trainer = trainer_on(mesh_of(*sizes), **options)
-        got, state = run(trainer, steps, packed=packed)
+        runs.append((trainer, *run(trainer, steps, packed=packed)))
+    assert_same_as_one_device(runs, packed=packed, **options)
+
+
+def assert_same_as_one_device(
+    runs: list[tuple[Trainer, np.ndarray, TrainState]], *, packed: bool = False, **options: Any
+) -> None:
+    """Asserts that runs on meshes, and the held-out losses after them, are those of a run on one device."""
+    one, batch = trainer_on(None, **options), batch_of(99, classes=options.get("config", SHAPE).vocab_size)
+    want, state = run(one, len(runs[0][1]), packed=packed)
+    held_out = one.held_out_loss(one.evaluated(state), batch)
+    for trainer, got, state in runs:
         assert_same(got, want)
-        assert (
-            abs(trainer.held_out_loss(trainer.evaluated(state), batch_of(99, classes=classes)) - held_out)
-            < BOUND * held_out
-        )
+        assert abs(trainer.held_out_loss(trainer.evaluated(state), batch) - held_out) < BOUND * held_out
+
+
+class Placed(NamedTuple):
+    """Where an array of a state is."""
+
+    name: str
+    size: int
+    of_device: int  # of the size
+    committed: bool
+
+
+def placed_arrays(state: TrainState) -> list[Placed]:
+    return [
+        Placed(name_of(path), leaf.size, math.prod(leaf.sharding.shard_shape(leaf.shape)), leaf.committed)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+    ]
+
+
+class SmallRun(NamedTuple):
+    """Three steps on eight devices."""
+
+    trainer: Trainer
+    initial: list[Placed]
+    losses: np.ndarray
+    state: TrainState
+
+
+@cache
+def small_run() -> SmallRun:
+    """Returns the one run of the quick checks, whose step is compiled once."""
+    trainer = trainer_on(mesh_of(2, 2, 2), DEEP)
+    trainer.compile(BATCH, 16)
+    initial = placed_arrays(trainer.initial)
+    return SmallRun(trainer, initial, *run(trainer, 3))
+
+
+def quick() -> None:
+    trainer, _, losses, state = small_run()
+    assert_same_as_one_device([(trainer, losses, state)], config=DEEP)
 
 
 def places() -> None:
     """No device holds more than its part of a matrix or of the optimizer's state, from the first state on."""
-    mesh = mesh_of(1, 2, 2)
-    trainer = trainer_on(mesh, UNTIED)
-    _, after = run(trainer, 1)
-    fresh = trainer_on(mesh, UNTIED).initial
-    for state in (fresh, after):
+    for arrays in (small_run().initial, placed_arrays(small_run().state)):
         number = 0
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-            part = math.prod(leaf.sharding.shard_shape(leaf.shape))
-            name = name_of(path)
+        for name, size, of_device, committed in arrays:
             if name.endswith((".kernel", "embedding", "head")):
                 number += 1
-                assert part * 4 == leaf.size, name
+                assert of_device * 4 == size, name
             elif name.endswith(("query.bias", "key.bias", "value.bias")):
-                assert part * 2 == leaf.size, name
-            assert leaf.committed, name
+                assert of_device * 2 == size, name
+            assert committed, name
         assert number == 3 * 9  # parameters, and two averages of each
 
 
 def restored() -> None:
     """A checkpoint of one mesh is read to the devices of another, and to one device."""
-    saved = trainer_on(mesh_of(2, 2, 1)).initial
+    saved, shapes = small_run().state, decoder_shapes(DEEP)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
-        checkpoints.save(1, saved, {})
+        checkpoints.save(3, saved, {})
         for mesh in (mesh_of(1, 1, 2), None):
-            like = Trainer(decoder_shapes(SHAPE), TrainConfig(batch_size=4), None, mesh).initial
+            like = Trainer(shapes, TrainConfig(batch_size=BATCH), None, mesh).initial
             state, _ = checkpoints.restore(like)
             for found, want, wanted in zip(*map(jax.tree.leaves, (state, saved, like)), strict=True):
                 np.testing.assert_array_equal(found, want)
@@ -148,11 +196,11 @@ def restored() -> None:
 
 
 def other_mesh() -> None:
-    """A checkpoint of 4 devices continues on 2, on 1 and on 4 again, with the same curve."""
-    want, _ = run(trainer_on(None), 8)
+    """A checkpoint of 8 devices continues on 4, on 2, on 1 and on 8 again, with the same curve."""
+    want, _ = run(trainer_on(None), 10)
     with tempfile.TemporaryDirectory() as folder:
         state, got = None, []
-        for step, sizes in ((0, (2, 2, 1)), (2, (1, 1, 2)), (4, None), (6, (1, 4, 1))):
+        for step, sizes in ((0, (2, 2, 2)), (2, (2, 2, 1)), (4, (1, 1, 2)), (6, None), (8, (1, 4, 2))):
             mesh = None if sizes is None else mesh_of(*sizes)
             checkpoints = Checkpoints(Path(folder) / "checkpoints", writes=True)
             if step:
@@ -171,7 +219,7 @@ def other_mesh() -> None:
 
 def repeats() -> None:
     """On one mesh, two runs are equal bit for bit, and so is one that continues from a checkpoint."""
-    mesh = mesh_of(2, 2, 1)
+    mesh = mesh_of(2, 2, 2)
     want, _ = run(trainer_on(mesh), 4)
     again, _ = run(trainer_on(mesh), 4)
     np.testing.assert_array_equal(again, want)
@@ -226,37 +274,48 @@ def fine_tuning() -> None:
         for lora in (ADAPTERS["dora"], read_adapter_config(adapters)):
             config = RunConfig(config=None, weights=folder, lora=lora)
             curves = []
-            for mesh in (None, mesh_of(1, 2, 2)):
+            for mesh in (None, mesh_of(1, 2, 2), mesh_of(2, 2, 2)):
                 loaded = _initial_model(config, UNTIED, mesh)
-                trainer = Trainer(loaded, TrainConfig(batch_size=4, warmup_steps=2), lora, mesh)
+                trainer = Trainer(loaded, TrainConfig(batch_size=BATCH, warmup_steps=2), lora, mesh)
                 curves.append(run(trainer, 3)[0])
-            assert_same(curves[1], curves[0])
+            for curve in curves[1:]:
+                assert_same(curve, curves[0])
 
 
 GATHER = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather\(.*op_name=\"([^\"]*)\"")
 
 
-def program(*several: dict[str, Any]) -> None:
+def assert_gathers_by_layer(trainer: Trainer, config: ModelConfig) -> None:
     """A device gathers the matrices of one layer at a time, never a stack of them, and again for the backward pass, but
     where each layer is compiled separately and its matmuls are not repeated."""
-    for changes in several:
-        config = dataclasses.replace(SHAPE, num_layers=3, **changes)
-        trainer = trainer_on(mesh_of(1, 4, 1), config)
-        compiled = trainer.compile(4, 16)
-        planned, least = step_memory(trainer, compiled), least_memory(trainer, config, 16)
-        assert planned is not None
-        assert (planned.parameters, planned.optimizer) == (least.parameters, least.optimizer)
-        assert least.total < planned.total
-        text = compiled.as_text() or ""
-        gathers = [
-            (tuple(map(int, sizes.split(","))), name) for sizes, name in GATHER.findall(text) if "shard_map" not in name
-        ]
-        layers = 1 if config.scan_layers else 3
-        again = config.scan_layers or config.remat != "attention"
-        for part, times in {"/jvp(model)/": 1, "/transpose(jvp(model))/": again}.items():
-            assert sum(part in name for _, name in gathers) == 7 * layers * times, (changes, part, gathers)
-        assert all(len(sizes) == 2 for sizes, _ in gathers), gathers
-        assert len(gathers) == 7 * layers * (1 + again)
+    assert trainer.mesh is not None
+    tokens, _, _ = loss_of_device(trainer.mesh, BATCH * 16, config.vocab_size)
+    compiled = trainer.compile(BATCH, 16)
+    planned, least = step_memory(trainer, compiled), least_memory(trainer, config, tokens)
+    assert planned is not None
+    assert (planned.parameters, planned.optimizer) == (least.parameters, least.optimizer)
+    assert least.total < planned.total
+    text = compiled.as_text() or ""
+    gathers = [
+        (tuple(map(int, sizes.split(","))), name) for sizes, name in GATHER.findall(text) if "shard_map" not in name
+    ]
+    layers = 1 if config.scan_layers else config.num_layers
+    again = config.scan_layers or config.remat in ("elementwise", "full")
+    for part, times in {"/jvp(model)/": 1, "/transpose(jvp(model))/": again}.items():
+        assert sum(part in name for _, name in gathers) == 7 * layers * times, (part, gathers)
+    assert all(len(sizes) == 2 for sizes, _ in gathers), gathers
+    assert len(gathers) == 7 * layers * (1 + again)
+
+
+def program() -> None:
+    assert_gathers_by_layer(small_run().trainer, DEEP)
+
+
+def programs(*several: dict[str, Any]) -> None:
+    for sizes in ((1, 4, 1), (2, 2, 2)):
+        for changes in several:
+            config = dataclasses.replace(SHAPE, num_layers=3, **changes)
+            assert_gathers_by_layer(trainer_on(mesh_of(*sizes), config), config)
 
 
 def held_out() -> None:
@@ -271,7 +330,8 @@ def held_out() -> None:
 def frozen_layers() -> None:
     """Where only the head trains, no input of a layer is kept for a backward pass."""
     for sizes in ((4, 1, 1), (1, 4, 1)):
-        trainer = trainer_on(mesh_of(*sizes), UNTIED, freeze=("blocks", "embedding"), weight_decay=0.0)
+        frozen = TrainConfig(batch_size=BATCH, freeze=("blocks", "embedding"), weight_decay=0.0)
+        trainer = Trainer(decoder_shapes(UNTIED), frozen, None, mesh_of(*sizes))
         least = least_memory(trainer, UNTIED, 16)
         assert least.layer_inputs == 0
         assert (least.gathered == 0) == (sizes[1] == 1)
@@ -286,7 +346,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "few classes": {"config": dataclasses.replace(SHAPE, vocab_size=20)},  # gathers the embedding and the head
     "untied": {"config": UNTIED},
     "packed": {"packed": True},
-    "accumulate": {"batch_size": 4, "accumulate": 2},
+    "accumulate": {"accumulate": 2},
     "freeze": {"freeze": ("embedding", "attention")},
     "loss options": {"z_loss_weight": 1e-3, "label_smoothing": 0.1},
     "windows": {"config": dataclasses.replace(SHAPE, sliding_window=5, window_pattern=(True, False))},
@@ -304,19 +364,58 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def command() -> None:
     """The command trains on a mesh, stops, and continues on another one, as on one device."""
-    options = ["--num-kv-heads=2", "--batch-size=4", "--sample-tokens=2"]
+    options = ["--num-kv-heads=2", "--batch-size=8", "--sample-tokens=2"]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_texts(place / "data")
         assert start(place, "one", *options) == 0
-        assert start(place, "mesh", *options, "--mesh=fsdp=2,tensor=2") == 0
-        assert start(place, "both", *options, "--mesh=data=4", "--steps=4") == 0
-        assert start(place, "both", *options, "--mesh=data=2,tensor=2", "--resume") == 0
+        assert start(place, "mesh", *options, "--mesh=data=2,fsdp=2,tensor=2") == 0
+        assert start(place, "both", *options, "--mesh=data=8", "--steps=4") == 0
+        assert start(place, "both", *options, "--mesh=fsdp=4,tensor=2", "--resume") == 0
         one, mesh, both = (learned(place / "runs" / name) for name in ("one", "mesh", "both"))
     for row, other in zip(one, mesh, strict=True):
         assert row.keys() == other.keys()
         assert all(abs(row[name] - other[name]) < 1e-4 for name in row), (row, other)
     assert [row["step"] for row in both] == [row["step"] for row in one]
+
+
+def pretraining_example() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_texts(Path(folder) / "data")
+        options = ["--data", f"{folder}/data", "--steps=20", "--out", f"{folder}/out"]
+        same_example("pretrain_text", {"MODEL": SHAPE}, options)
+
+
+def fine_tuning_example() -> None:
+    changes = {"MODEL": ModelConfig(280, 32, 1, 2, 2, 16, 48, 128), "KINDS": {"tool": "saw rake"}}
+    with tempfile.TemporaryDirectory() as folder:
+        for options in (
+            ["--steps=30", "--out", f"{folder}/full"],
+            ["--steps=5", "--lora"],
+            ["--steps=5", "--lora", "--weights", f"{folder}/full", "--out", f"{folder}/adapter"],
+        ):
+            same_example("finetune_instructions", changes, options)
+
+
+def same_example(name: str, changes: dict[str, Any], options: list[str]) -> None:
+    """An example prints the same held-out loss on a mesh as on one device, and writes the same tensors."""
+    example = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    example.__globals__.update(changes)
+    printed, written = [], []
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):
+        for mesh in ([], ["--mesh=fsdp=4,tensor=2"], ["--mesh=data=2,fsdp=2,tensor=2"]):
+            if "--out" in options:
+                shutil.rmtree(options[-1], ignore_errors=True)
+            with redirect_stdout(io.StringIO()) as out:
+                example([*options, *mesh])
+            printed.append(float(out.getvalue().split("held-out loss ")[1].split()[0]))
+            if "--out" in options:
+                (file,) = Path(options[-1]).glob("*.safetensors")
+                written.append(load_file(file))
+    np.testing.assert_allclose(printed, printed[0], rtol=0, atol=0.002, err_msg=str(options))
+    for tensors in written:
+        for tensor, values in tensors.items():
+            np.testing.assert_allclose(values, written[0][tensor], rtol=0, atol=1e-3, err_msg=tensor)
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -328,32 +427,41 @@ CHECKS: dict[str, Callable[[], None]] = {
     "held-out": held_out,
     "frozen layers": frozen_layers,
     "fine-tuning": fine_tuning,
-    "program": partial(program, {}),
+    "program": program,
     "programs": partial(
-        program,
+        programs,
+        {},
         {"remat": "full"},
         {"remat": "elementwise"},
         {"remat": "attention", "scan_layers": False},
         {"remat": "full", "scan_layers": False},
     ),
     "command": command,
-    "quick": partial(same_curve, [(1, 2, 2)], 3),
+    "example of pretraining": pretraining_example,
+    "example of fine-tuning": fine_tuning_example,
+    "quick": quick,
     **{f"50 steps {sizes}": partial(same_curve, [sizes], 50) for sizes in MESHES},
-    **{name: partial(same_curve, [(1, 2, 2), (2, 1, 2)], 5, **changes) for name, changes in CHANGES.items()},
+    **{name: partial(same_curve, [(1, 2, 2), (2, 1, 2), (2, 2, 2)], 5, **changes) for name, changes in CHANGES.items()},
 }
 QUICK = ("places", "weights", "quick", "restored", "program", "frozen layers")
 
 
 @pytest.fixture(scope="module")
 def failures(request: pytest.FixtureRequest) -> dict[str, str]:
-    return failures_of(request)
+    return failures_of(request, devices=DEVICES)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHECKS]
-)
+@pytest.mark.parametrize("name", QUICK)
 def test_on_a_mesh(failures: dict[str, str], name: str) -> None:
     assert name not in failures, failures[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in QUICK])
+def test_alone_on_a_mesh(name: str) -> None:
+    """Each runs in another process, so that no test takes minutes and several workers divide them."""
+    found = failures_in(Path(__file__), [name], DEVICES)
+    assert not found, found[name]
 
 
 @pytest.mark.parametrize(
@@ -368,6 +476,8 @@ def test_a_wrong_mesh_is_one_error(text: str) -> None:
 def test_a_mesh_has_all_devices() -> None:
     with pytest.raises(RunError, match=r"--mesh must multiply to 1, the number of cpu devices, got 'data=2,fsdp=3' "):
         make_mesh("data=2,fsdp=3")
+    with pytest.raises(RunError, match=r"--mesh must give each of the axes .* got 'data=0'"):
+        make_mesh("data=0")
     assert dict(make_mesh("tensor=1").shape) == {"data": 1, "fsdp": 1, "tensor": 1}
 
 
@@ -441,13 +551,16 @@ def test_one_row_is_on_all_devices() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_continues_on_fewer_devices(tmp_path: Path) -> None:
-    """4 -> 2 -> 1 devices, each from the checkpoint of step 6: the same steps 7 and 8."""
+def test_a_run_continues_on_another_number_of_devices(tmp_path: Path) -> None:
+    """8 -> 4 -> 2 -> 1 -> 8 devices, each from the checkpoint of step 6: the same steps 7 and 8."""
     write_texts(tmp_path / "data")
     places = ["--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"), "--name", "run"]
     options = [*places, *SMALL, "--num-kv-heads=2", "--batch-size=4", "--sample-tokens=2"]
     rows = []
-    for devices, mesh in ((4, "data=2,fsdp=2"), (2, "tensor=2"), (1, "data=1")):
+    for devices, mesh in (
+        *[(8, "data=2,fsdp=2,tensor=2"), (4, "data=2,fsdp=2"), (2, "tensor=2"), (1, "data=1")],
+        (8, "fsdp=4,tensor=2"),
+    ):
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
         environment = {**os.environ, "XLA_FLAGS": flags, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "flax_models.train", *options, "--mesh", mesh, *["--resume"] * bool(rows)]
@@ -465,4 +578,4 @@ def test_a_run_continues_on_fewer_devices(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_named(CHECKS)
+    run_named(CHECKS, devices=DEVICES)

@@ -442,9 +442,7 @@ class KilledRun:
 
 
 def check_kills(place: Path, kills: int) -> None:
-    get_context("forkserver").set_forkserver_preload(
-        ["flax_models.train.main", "flax_runs", "orbax.checkpoint", "tyro"]
-    )
+    get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
     seed = time.time_ns() % 1_000_000
     print(f"seed {seed}")  # shown when the test fails
     moments = random.Random(seed)

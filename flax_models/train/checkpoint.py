@@ -128,7 +128,8 @@ class Checkpoints:
             RunError: there is no checkpoint, none can be read, the latest is damaged and `allow_older` is False, or the
                 arrays of the checkpoint have other shapes or dtypes than `like`.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        found = from_first(" ".join(map(str, sorted(self._manager.all_steps(), reverse=True))))
+        steps = [*map(int, found.split())]  # another host may not see the newest folder yet
         if not steps:
             raise RunError(f"--resume: nothing to continue, {self._folder} has no checkpoint")
         available = ", ".join(map(str, reversed(steps)))

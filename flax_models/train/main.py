@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -66,6 +67,7 @@ from flax_models.train.processes import (
     GRACE,
     Peers,
     check_agreement,
+    check_on_first,
     find_launch,
     from_first,
     is_first,
@@ -139,7 +141,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         if config.weights is not None and not resumed:
             if note := config_note(config.weights, config.ignore_config_fields):
                 display.fact("note", note)
-            check_weights(config.weights, config.model)
+            check_on_first(partial(check_weights, config.weights, config.model))
         if config.lora.adapter is not None and not resumed:
             check_adapter(config.lora.adapter, config.model, config.lora)
         text = read_text(config, resumed, display)

@@ -6,6 +6,8 @@ of a parameter is divided as it; all others, such as Adafactor's averages over r
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder
 from flax_models.model.parameters import name_of
 from flax_models.model.sharding import AXES, CLASSES, ROWS, parameter_specs, row_axes
+from jax_pallas import linear_cross_entropy, sharded
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -45,8 +48,16 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str) -> Mesh:
-    """Returns the mesh of all devices with the sizes of `mesh_sizes`; raises RunError if these are not all devices."""
-    sizes, devices = mesh_sizes(text), jax.devices()
+    """Returns the mesh of all devices with the sizes of `mesh_sizes`.
+
+    Raises:
+        RunError: the text is invalid, or the sizes do not multiply to the number of devices.
+    """
+    try:
+        sizes = mesh_sizes(text)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    devices = jax.devices()
     count = math.prod(sizes.values())
     if count != len(devices):
         raise RunError(
@@ -107,8 +118,25 @@ def made_on(mesh: Mesh | None, make: Callable[[], Decoder]) -> Decoder:
     return nnx.merge(graph, made())
 
 
-def state_placements(mesh: Mesh, state: Any) -> Any:
-    """Returns the sharding of each array of a training state, `flax_models.train.step.TrainState`."""
+def context_of(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Returns the context in which a model is divided over a mesh, if there is one."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def loss_on(mesh: Mesh | None) -> Callable[..., Any]:
+    """Returns `linear_cross_entropy` of `jax_pallas`, or of `jax_pallas.sharded` for a mesh."""
+    return linear_cross_entropy if mesh is None else partial(sharded.linear_cross_entropy, **loss_axes(mesh))
+
+
+def state_placements(mesh: Mesh | None, state: Any) -> Any:
+    """Returns the sharding of each array of a training state.
+
+    Args:
+        mesh: the mesh; None: the result is None too.
+        state: a tree of arrays or shapes, such as `flax_models.train.step.TrainState`, with parameters in `params`.
+    """
+    if mesh is None:
+        return None
     specs = jax.tree.leaves(parameter_specs(state.params), is_leaf=lambda spec: isinstance(spec, P))
     leaves = jax.tree_util.tree_flatten_with_path(state.params)[0]
     found = {name_of(path): (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}

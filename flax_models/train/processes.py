@@ -1,11 +1,14 @@
 """The processes of a run on several hosts: how they find each other, what they agree on, and how they end together.
 
-Every process runs the same program. Process 0 alone writes to the run's folder and prints. All processes read the same
-files, draw the same batches, and take part in each step, held-out loss, sample and checkpoint.
+Every process runs the same program. Process 0 alone writes to the run's folder, except for the arrays of checkpoints,
+reads whole weights and checkpoints to check them, and prints. All processes read the same files, draw the same batches,
+and take part in each step, held-out loss, sample and checkpoint.
 
 JAX's coordination service aborts the processes that remain after HEARTBEAT seconds without a sign of life from another
 one, with a long log. So each process is also connected to process 0, and these connections end when a process does:
-`Peers` then prints one line, and ends all processes at once. Without an error, each process says that it leaves.
+`Peers` then prints one line, and ends all processes at once. Without an error, each process says that it leaves. If
+process 0 ends, JAX would abort the others at once, because the service is in process 0. The others are connected to it
+through `flax_models.train.relay`, so that JAX notices after HEARTBEAT seconds too.
 """
 
 import contextlib
@@ -25,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from flax_models.errors import RunError
+from flax_models.train.relay import start_relay
 
 HEARTBEAT = 15  # seconds without a sign of life after which JAX ends all processes
 KEEPALIVE = (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 4), ("TCP_KEEPCNT", 2))  # a lost host: in 12 seconds, before JAX
@@ -32,7 +36,7 @@ JOINING = 300  # seconds for all processes to start
 QUIET = 20.0  # seconds without all processes after which a line says so
 CONNECTING = 60.0  # seconds for all processes to connect to process 0
 GRACE = 2.0  # seconds in which another process may report the cause of an error, or the same error
-ENDING = 0.5  # seconds in which the others end before process 0 and JAX's service, without which JAX aborts them
+ENDING = 0.5  # seconds in which the others end before process 0, whose end they would report
 MOST_BYTES = 4096  # of a text that process 0 tells all others
 
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -157,6 +161,18 @@ def from_first(text: str) -> str:
     return told.tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
+def check_on_first(check: Callable[[], None]) -> None:
+    """Runs a check on process 0 alone, and raises its RunError on all processes, which call this at the same point."""
+    fault = ""
+    if is_first():
+        try:
+            check()
+        except RunError as error:
+            fault = str(error)
+    if fault := from_first(fault):
+        raise RunError(fault)
+
+
 def check_agreement(what: str, text: str) -> None:
     """Raises RunError on all processes if the text is not the same on each of them.
 
@@ -188,18 +204,19 @@ def join(launch: Launch, advice: Callable[[], str]) -> "Peers":
     Raises:
         RunError: the processes cannot be joined.
     """
-    _, coordinator, count, index, local = launch
     note = f"waiting for the other processes ({launch.origin}); JAX aborts this one after {JOINING // 60} minutes"
     waiting = threading.Timer(QUIET, partial(print, note, file=sys.stderr, flush=True))
     waiting.daemon = True
     waiting.start()
     try:
+        coordinator, count, index = _detected(launch)
+        host, port = coordinator.rsplit(":", 1)
         jax.distributed.initialize(
-            coordinator,
+            f"127.0.0.1:{start_relay(host.strip('[]'), int(port))}" if index else coordinator,
             count,
             index,
-            local,
-            cluster_detection_method=None if coordinator is None else "deactivate",
+            launch.local_devices,
+            cluster_detection_method=None if launch.coordinator is None else "deactivate",
             initialization_timeout=JOINING,
             heartbeat_timeout_seconds=HEARTBEAT,
         )
@@ -207,7 +224,21 @@ def join(launch: Launch, advice: Callable[[], str]) -> "Peers":
         raise RunError(f"cannot join the other processes ({launch.origin}): {_first_line(error)}") from None
     finally:
         waiting.cancel()
-    return Peers(advice)
+    return Peers(advice, host.strip("[]"))
+
+
+def _detected(launch: Launch) -> tuple[str, int, int]:
+    """Returns the address of process 0, the number of processes and the index of this one."""
+    found = launch[1:4]
+    if launch.coordinator is None:
+        from jax._src.clusters import ClusterEnv  # no public function detects them without connecting
+
+        address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+        found = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, JOINING)[:3]
+    coordinator, count, index = found
+    if coordinator is None or count is None or index is None:
+        raise ValueError("JAX does not detect the address of process 0, the number of processes or the index")
+    return coordinator, count, index
 
 
 class Peers:
@@ -218,10 +249,11 @@ class Peers:
 
     Args:
         advice: returns how to continue the run.
+        host: host of process 0.
     """
 
-    def __init__(self, advice: Callable[[], str]) -> None:
-        self._advice, self._ending = advice, threading.Lock()
+    def __init__(self, advice: Callable[[], str], host: str) -> None:
+        self._advice, self._host, self._ending = advice, host, threading.Lock()
         self._index, self._count = jax.process_index(), jax.process_count()
         self._connections: dict[int, socket.socket] = {}
         try:
@@ -255,12 +287,8 @@ class Peers:
                 self._connections[int(index)] = _watched(connection)
 
     def _connect(self) -> None:
-        from jax._src.distributed import global_state  # no public function has the address that JAX detected
-
         port, token = from_first("").split()
-        assert global_state.coordinator_address is not None
-        host = global_state.coordinator_address.rpartition(":")[0].strip("[]")
-        connection = socket.create_connection((host, int(port)), CONNECTING)
+        connection = socket.create_connection((self._host, int(port)), CONNECTING)
         connection.sendall(f"{token} {self._index}\n".encode())
         self._connections[0] = _watched(connection)
 

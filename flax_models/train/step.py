@@ -1,7 +1,7 @@
 """The training step and the held-out loss as compiled functions of pytrees."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -19,10 +19,17 @@ from flax_models.model.lora_config import LoraConfig
 from flax_models.model.parameters import has_gradient, is_adapter, name_of, names_that_train, parts_of
 from flax_models.model.sharding import by_rows
 from flax_models.train.config import TrainConfig
-from flax_models.train.mesh import batch_placement, check_mesh, loss_axes, put_batch, state_placements, with_placements
+from flax_models.train.mesh import (
+    batch_placement,
+    check_mesh,
+    context_of,
+    loss_on,
+    put_batch,
+    state_placements,
+    with_placements,
+)
 from flax_models.train.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
 from flax_models.train.profile import TRACEABLE
-from jax_pallas import linear_cross_entropy, sharded
 
 
 class TrainState(NamedTuple):
@@ -116,9 +123,7 @@ class Trainer:
         self._compiled: jax.stages.Compiled | None = None
         self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = self._call_step
         self._loss_sum = jax.jit(self._negative_log_likelihood, out_shardings=everywhere)
-        self._linear_cross_entropy: Callable[..., Any] = linear_cross_entropy
-        if mesh is not None:
-            self._linear_cross_entropy = partial(sharded.linear_cross_entropy, **loss_axes(mesh))
+        self._linear_cross_entropy = loss_on(mesh)
 
     def _init_on(self, placements: TrainState, params: nnx.State) -> TrainState:
         """Returns the state before the first step, each array created where it is placed."""
@@ -128,7 +133,7 @@ class Trainer:
 
     def context(self) -> AbstractContextManager[Any]:
         """Returns the context in which the model is divided over the mesh, if there is one."""
-        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        return context_of(self.mesh)
 
     def _init(self, params: nnx.State) -> TrainState:
         return TrainState(params, self._optimizer.init(self.split(params)[0]), jnp.zeros((), jnp.int32))
