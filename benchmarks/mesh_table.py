@@ -1,4 +1,4 @@
-"""The table of `benchmarks.train --rows mesh mesh-8b` in docs/scale.md."""
+"""The table of `benchmarks.train --rows mesh mesh-8b mesh-hf` in docs/scale.md."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,8 @@ from benchmarks.results import MIB, ROOT
 
 PLACE = Place(ROOT / "docs" / "scale.md", "mesh")
 FILE = "train_mesh.json"  # in the folders of results
-USUAL = {"loss": "fused", "optimizer": "adamw", "remat": "none"}  # not named
+USUAL = {"optimizer": "adamw", "remat": "none"}  # not named
+TRAINERS = {"fused": "", "hf": "transformers", "hf+liger": "transformers with Liger's kernels"}
 HEADINGS = (
     *("model, sequences x tokens", "mesh", "GPUs", "tokens/s"),
     *("relative to as many single GPUs", "MFU", "peak memory of a GPU"),
@@ -26,12 +27,24 @@ def mesh_table(contents: Sequence[Mapping[str, Any]]) -> list[str]:
         rows = [row for row in content["rows"] if row.get("kind", "speed") == "speed" and row["config"] != "smoke"]
         if rows:
             lines += [*source(content, rows), "", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
-            lines += [*map(_line, rows), ""]
+            lines += [*map(_line, sorted(rows, key=_place)), ""]
     return lines[:-1] or [NOT_YET]
 
 
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (
+        row["config"],
+        -row["seq"],
+        list(TRAINERS).index(row["loss"]),
+        row["batch"],
+        row["mesh"] or "",
+        row["optimizer"],
+    )
+
+
 def _line(row: Mapping[str, Any]) -> str:
-    options = [f"{name} {row[name]}" for name, usual in USUAL.items() if row.get(name, usual) != usual]
+    options = [TRAINERS[row["loss"]]] if TRAINERS[row["loss"]] else []
+    options += [f"{name} {row[name]}" for name, usual in USUAL.items() if row.get(name, usual) != usual]
     cells = [", ".join([row["config"], *options, f"{row['batch']} x {row['seq']:,}"]), row["mesh"] or "-"]
     if (status := row.get("status", "ok")) != "ok":
         status = "out of memory" if status == "oom" else status

@@ -409,6 +409,7 @@ def test_the_table_of_meshes_is_that_of_the_recorded_results(
         {**common, **measured, "mesh": "fsdp=2", "gpus": 2, "batch": 16, "efficiency": 0.9512, "remat": "full"},
         {**common, "mesh": "data=2", "gpus": 2, "batch": 16, "status": "oom", "optimizer": "adafactor"},
         {**common, **measured, "mesh": None, "gpus": 1, "batch": 2, "kind": "check"},
+        {**common, **measured, "mesh": "fsdp=2", "gpus": 2, "batch": 16, "loss": "hf+liger"},
     ]
     (tmp_path / "h9").mkdir()
     (tmp_path / "h9" / "train_mesh.json").write_text(
@@ -422,8 +423,9 @@ def test_the_table_of_meshes_is_that_of_the_recorded_results(
     lines = [
         *("H9, jax 1, at 0123456:", "", f"| {' | '.join(mesh_table.HEADINGS)} |", "|---|---|---|---|---|---|---|"),
         "| llama3.2-1b, 8 x 4,096 | - | 1 | 1,234 | - | 50.0% | 1.5 GiB |",
-        "| llama3.2-1b, remat full, 16 x 4,096 | fsdp=2 | 2 | 1,234 | 95.1% | 50.0% | 1.5 GiB |",
         "| llama3.2-1b, optimizer adafactor, 16 x 4,096 | data=2 | 2 | out of memory | - | - | - |",
+        "| llama3.2-1b, remat full, 16 x 4,096 | fsdp=2 | 2 | 1,234 | 95.1% | 50.0% | 1.5 GiB |",
+        "| llama3.2-1b, transformers with Liger's kernels, 16 x 4,096 | fsdp=2 | 2 | 1,234 | - | 50.0% | 1.5 GiB |",
     ]
     assert capsys.readouterr().out.splitlines() == lines
     assert place.page.read_text() == "\n".join(["before", place.begin, "", *lines, "", place.end, "after", ""])
