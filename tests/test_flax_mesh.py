@@ -276,6 +276,8 @@ def fine_tuning() -> None:
             curves = []
             for mesh in (None, mesh_of(1, 2, 2), mesh_of(2, 2, 2)):
                 loaded = _initial_model(config, UNTIED, mesh)
+                for path, leaf in nnx.to_flat_state(nnx.state(loaded, nnx.Param)) if mesh else ():
+                    assert leaf[...].sharding.spec == spec_of(name_of(path), stacked=path[0] == "blocks"), path
                 trainer = Trainer(loaded, TrainConfig(batch_size=BATCH, warmup_steps=2), lora, mesh)
                 curves.append(run(trainer, 3)[0])
             for curve in curves[1:]:

@@ -22,7 +22,7 @@ common practice (Biderman et al., "LoRA learns less and forgets less", section 5
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -34,6 +34,7 @@ from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder, decoder_shapes
 from flax_models.model.lora_config import LoraConfig, Projection
 from flax_models.model.parameters import is_adapter, is_named, name_of
+from flax_models.model.sharding import create
 
 MODULES: dict[Projection, str] = {  # the module of a block that holds each projection
     "query": "attention",
@@ -51,6 +52,7 @@ class AdaptedLinear(nnx.Module):
 
     Args:
         linear: the projection of all layers, with kernel (L, in, out).
+        name: of the projection. On a mesh it decides how the adapter is divided.
         lora: options of the adapter.
         rngs: random streams; only `params` is used.
 
@@ -61,7 +63,10 @@ class AdaptedLinear(nnx.Module):
         lora_magnitude: (L, out), in the same dtype; only with DoRA.
     """
 
-    def __init__(self, linear: nnx.Linear, lora: LoraConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, linear: nnx.Linear, name: str, lora: LoraConfig, rngs: nnx.Rngs) -> None:
+        def parameter(of: str, make: Callable[..., jax.Array], *arrays: jax.Array) -> nnx.Param[jax.Array]:
+            return nnx.Param(create(f"{name}.{of}", make, *arrays, beside=linear.kernel[...]))
+
         self.scale, self.dora = lora.scale, lora.dora
         self.dtype, self.use_bias = jnp.dtype(linear.dtype), linear.use_bias
         self.kernel = linear.kernel
@@ -69,12 +74,12 @@ class AdaptedLinear(nnx.Module):
             self.bias = linear.bias
         layers, features_in, features_out = linear.kernel.shape
         dtype, bound = jnp.dtype(linear.param_dtype), 1.0 / math.sqrt(features_in)
-        shape = (layers, features_in, lora.lora_rank)
-        self.lora_a = nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -bound, bound))
-        self.lora_b = nnx.Param(jnp.zeros((layers, lora.lora_rank, features_out), dtype))
+        shapes = (layers, features_in, lora.lora_rank), (layers, lora.lora_rank, features_out)
+        draw = partial(jax.random.uniform, shape=shapes[0], dtype=dtype, minval=-bound, maxval=bound)
+        self.lora_a = parameter("lora_a", draw, rngs.params())
+        self.lora_b = parameter("lora_b", partial(jnp.zeros, shapes[1], dtype))
         if lora.dora:
-            norms = jax.lax.map(column_norms, linear.kernel[...].astype(self.dtype))
-            self.lora_magnitude = nnx.Param(norms.astype(dtype))
+            self.lora_magnitude = parameter("lora_magnitude", partial(_norms, self.dtype, dtype), linear.kernel[...])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the output (..., out) for x (..., in), in the dtype of the computation.
@@ -121,6 +126,11 @@ def _merged(
     return jax.lax.map(layer, (kernel, a, b, magnitude))  # holds the temporaries of one layer at a time
 
 
+def _norms(computed: jnp.dtype, stored: jnp.dtype, kernels: jax.Array) -> jax.Array:
+    """Returns the column norms (L, out) of kernels (L, in, out) in the dtype of the computation, in that of storage."""
+    return jax.lax.map(column_norms, kernels.astype(computed)).astype(stored)
+
+
 def column_norms(kernel: jax.Array) -> jax.Array:
     """Returns the float32 norms (out,) of a kernel's columns; a column of zeros has the smallest normal number."""
     squares = jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=0)
@@ -131,7 +141,8 @@ def adapt(model: Decoder, lora: LoraConfig, rngs: nnx.Rngs) -> None:
     """Adds adapters to a model in place, and converts frozen parameters to the computation's dtype if it is smaller.
 
     Args:
-        model: model with random or loaded parameters; unchanged if `lora.lora_rank` is 0.
+        model: model with random or loaded parameters, on one device or divided over a mesh as its adapters then are;
+            unchanged if `lora.lora_rank` is 0.
         lora: options of the adapters.
         rngs: random streams; only `params` is used. It may be the object that initialized the model.
 
@@ -153,7 +164,7 @@ def adapt(model: Decoder, lora: LoraConfig, rngs: nnx.Rngs) -> None:
         raise ValueError("model must not have adapters yet, got a model with adapters")
     for projection in lora.lora_targets:
         module = getattr(model.blocks, MODULES[projection])
-        setattr(module, projection, AdaptedLinear(getattr(module, projection), lora, rngs))
+        setattr(module, projection, AdaptedLinear(getattr(module, projection), projection, lora, rngs))
     dtype = jnp.dtype(model.config.dtype)
     for path, variable in nnx.iter_graph(model):
         if not isinstance(variable, nnx.Param) or path[-1] == "scale":

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from flax_models.model.parameters import is_stacked, name_of
@@ -73,6 +74,21 @@ def spec_of(name: str, *, stacked: bool) -> P:
 def parameter_specs(params: Any) -> Any:
     """Returns how each parameter of a tree of a decoder's parameters is divided."""
     return jax.tree_util.tree_map_with_path(lambda path, _: spec_of(name_of(path), stacked=is_stacked(path)), params)
+
+
+def create(name: str, make: Callable[..., jax.Array], *arrays: jax.Array, beside: jax.Array) -> jax.Array:
+    """Returns make(*arrays), a new parameter of all layers, created on the devices of another parameter.
+
+    Args:
+        name: name of the new parameter. If the other one is divided over a mesh, the table says how it is divided.
+        make: returns its values.
+        arrays: arguments of `make`.
+        beside: the other parameter.
+    """
+    placed = None if isinstance(beside, Tracer) else beside.sharding
+    if not isinstance(placed, NamedSharding) or placed.mesh.axis_names != AXES:
+        return make(*arrays)
+    return jax.jit(make, out_shardings=NamedSharding(placed.mesh, spec_of(name, stacked=True)))(*arrays)
 
 
 def _mesh() -> AbstractMesh | None:
