@@ -200,8 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--grid", action="store_true", help="a line for each head of the grid")
-    parser.add_argument("--hosts", action="store_true", help="rows of benchmarks.hosts")
-    parser.add_argument("--mesh", action="store_true", help="rows of benchmarks.train on a mesh")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--hosts", action="store_true", help="rows of benchmarks.hosts")
+    other.add_argument("--mesh", action="store_true", help="rows of benchmarks.train on a mesh")
     options = parser.parse_args(arguments)
     for chosen, place, file, lines_of in (
         (options.hosts, hosts_table.PLACE, hosts_table.FILE, hosts_table.hosts_tables),

@@ -6,7 +6,7 @@ aliasing, which takes 0.85 ms of host time for each call.
 """
 
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from inspect import Parameter, Signature
 from itertools import islice
 from typing import Any, get_type_hints
@@ -145,6 +145,7 @@ def _token_loss_op(
     d_per_token: list[bool],
     stats: list[bool],
 ) -> TokenLossResults:
+    function = replace(function, parameters=tuple(function.parameters))  # hashable, which a list is not
     of_tokens = function, per_token, needs_grad, d_per_token, stats, takes_entropy(function)
     return run_token_loss(TokenCall(arrays, weights, options, *of_tokens))
 

@@ -310,7 +310,10 @@ def call(
             return make() if recording is None else replay(recording, inputs, device)
         if not _can_replay():
             return make()
-        with Recorder(inputs) as recorder:
+        recorder = Recorder(inputs)
+        if not recorder.whole:  # they share memory, which those of the next call may not
+            return make()
+        with recorder:
             results = make()
         if len(_recordings) >= MOST_RECORDINGS:
             _recordings.clear()

@@ -83,8 +83,9 @@ class TokenHook:
             rows: which rows of the call, (n,) int64 if not a slice.
             nll: (n,) their negative log-likelihoods, NaN where the target is not a class.
             entropy: (n,) if the function takes it.
-            of_call: whether nll is (N,), of all rows of the call. `rows` is then no slice.
+            of_call: whether nll is (N,), of all rows of the call. Then `rows` must be a tensor, and entropy None.
         """
+        assert not of_call or (isinstance(rows, Tensor) and entropy is None)
         if self.kernels and isinstance(self.token_loss, Named):
             from core_triton import token_kernels  # Triton is not on every machine that has PyTorch
 
@@ -101,13 +102,13 @@ class TokenHook:
                 d_per_token=self.d_per_token,
             )
             if entropy is not None:
-                self._add_bonus(self.token_loss.entropy_weight, rows, nll[rows] if of_call else nll, entropy, weight)
+                self._add_bonus(self.token_loss.entropy_weight, rows, nll, entropy, weight)
             return weight
         if of_call:
             nll = nll[rows]
-        if self.log_prob is not None:
-            self.log_prob[rows] = log_prob_of(nll, self.row_weight[rows] != 0)
         contributes, kept, log_prob = self._factors(rows, nll)
+        if self.log_prob is not None:
+            self.log_prob[rows] = log_prob
         per_token = [one[rows] for one in self.per_token]
         arguments = per_token if entropy is None else [entropy, *per_token]
         values = [torch.where(contributes, one.float(), 0.0) for one in arguments]

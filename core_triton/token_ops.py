@@ -10,7 +10,6 @@ torch.compile. An operator takes named losses only (`token_losses.py`), because 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -161,7 +160,10 @@ class TokenLossAndGradients(torch.autograd.Function):
 
 
 def run_token_loss(call: TokenCall) -> TokenLossResults:
-    """Runs the plan. The launches of a named loss are recorded and replayed. Any other loss may do more than launch."""
+    """Runs the plan. The launches of a named loss are recorded and replayed. Any other loss may do more than launch.
+
+    The parameters of the loss are in the recording, so calls with a parameter that changes are recorded again.
+    """
     if not isinstance(call.token_loss, Named):
         return _run_plan(call)
 
@@ -169,8 +171,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
         loss, found, gradients, scales, d_per_token = _run_plan(call)
         return loss, *found, *gradients, scales, *d_per_token
 
-    function = replace(call.token_loss, parameters=tuple(call.token_loss.parameters))  # an operator has a list
-    kind = "token_loss", function, call.needs_grad, *call.d_per_token, *call.stats, call.with_entropy
+    kind = "token_loss", call.token_loss, call.needs_grad, *call.d_per_token, *call.stats, call.with_entropy
     loss, *rest = ops.recorded(
         kind, call.arrays, call.weights, call.options, run, others=(call.grad_into, *call.per_token)
     )

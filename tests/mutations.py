@@ -424,10 +424,20 @@ TOKEN_LOSSES = (
     Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
     Mutation("core_triton/scaled_exp.py", "hook.process(rows.order[chunk],", "hook.process(chunk,", KERNEL_TOKENS),
     Mutation(
-        "core_triton/token_ops.py",
-        "parameters=tuple(call.token_loss.parameters)",
-        "parameters=call.token_loss.parameters",
+        "core_triton/operators.py",
+        "parameters=tuple(function.parameters)",
+        "parameters=function.parameters",
         tests("core_triton_token_loss", "named_loss_compiles"),
+    ),
+    *(
+        Mutation("core_triton/token_ops.py", part, "", tests("core_triton_token_loss", "recorded_apart"))
+        for part in ("call.token_loss, call.needs_grad, ", "*call.d_per_token, ", "*call.stats, ")
+    ),
+    Mutation(
+        "core_triton/replay.py",
+        "if not recorder.whole:  #",
+        "if False:  #",
+        tests("core_triton_replay", "share_memory"),
     ),
     Mutation("core_triton/token_kernels.py", "(row if OF_CALL else index)", "index", KERNEL_TOKENS),
     Mutation("core_triton/token_kernels.py", "tl.where(row_weight == 0, 0.0, log_prob)", "log_prob", KERNEL_TOKENS),

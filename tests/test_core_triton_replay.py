@@ -471,6 +471,16 @@ def test_without_a_compiler_a_call_warns_once_and_launches_its_kernels(monkeypat
     replay._can_replay.cache_clear()
 
 
+def test_a_call_whose_arrays_share_memory_leaves_recording_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "is_direct", lambda: True)
+    monkeypatch.setattr(launch, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(replay, "_can_replay", lambda: True)
+    columns = torch.zeros(8, 2)
+    for inputs, count in (((columns[0], columns[0]), 0), (tuple(columns.unbind(1)), 0), ((columns[0], columns[1]), 1)):
+        replay.call("key", torch.device("cpu"), inputs, lambda: (torch.empty(3),))
+        assert len(recordings()) == len(replay._recordings) == count
+
+
 def test_arrays_that_live_together_lie_side_by_side(driver: Driver) -> None:
     with replay.Recorder(()) as recorder:
         long = torch.empty(1024)

@@ -431,6 +431,30 @@ def test_a_named_loss_compiles_without_graph_breaks(
     assert len(keys) == (3 if reduction == "none" and not made.form.with_entropy else 2)  # as many in both modes
 
 
+def test_losses_that_differ_are_recorded_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU replays the launches of an earlier call with the same key and layouts."""
+    recorded, keys = ops.recorded, list[Any]()
+    monkeypatch.setattr(
+        ops, "recorded", lambda key, *inputs, **others: keys.append(key) or recorded(key, *inputs, **others)
+    )
+    x, w, first, second = (torch.randn(size) for size in ((6, 8), (20, 8), (6,), (6,)))
+    target = torch.arange(6)
+    for token_loss, wanted, stats in (
+        (PPO, (x, w), ()),
+        (token_losses.ppo_clip(0.2, 0.3), (x, w), ()),
+        (token_losses.ppo_clip(entropy_weight=0.1), (x, w), ()),
+        (PPO, (x,), ()),
+        (PPO, (x, w, first), ()),
+        (PPO, (x, w, second), ()),
+        (PPO, (x, w), ("log_prob",)),
+        (PPO, (x, w), ("lse",)),
+    ):
+        for one in (x, w, first, second):
+            one.requires_grad_(any(one is each for each in wanted))
+        core_triton.linear_token_loss_with_stats(x, w, target, token_loss, first, second, reduction="sum", stats=stats)
+    assert len(set(keys)) == len(keys) == 8
+
+
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     ("reduction", "token_loss"), [("mean", PPO), ("none", PPO), ("none", token_losses.ppo_clip(entropy_weight=0.1))]

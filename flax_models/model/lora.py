@@ -34,7 +34,7 @@ from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder, decoder_shapes
 from flax_models.model.lora_config import LoraConfig, Projection
 from flax_models.model.parameters import is_adapter, is_named, name_of
-from flax_models.model.sharding import create
+from flax_models.model.sharding import created_like
 
 MODULES: dict[Projection, str] = {  # the module of a block that holds each projection
     "query": "attention",
@@ -65,7 +65,7 @@ class AdaptedLinear(nnx.Module):
 
     def __init__(self, linear: nnx.Linear, name: str, lora: LoraConfig, rngs: nnx.Rngs) -> None:
         def parameter(of: str, make: Callable[..., jax.Array], *arrays: jax.Array) -> nnx.Param[jax.Array]:
-            return nnx.Param(create(f"{name}.{of}", make, *arrays, beside=linear.kernel[...]))
+            return nnx.Param(created_like(f"{name}.{of}", make, *arrays, other=linear.kernel[...]))
 
         self.scale, self.dora = lora.scale, lora.dora
         self.dtype, self.use_bias = jnp.dtype(linear.dtype), linear.use_bias
@@ -141,8 +141,8 @@ def adapt(model: Decoder, lora: LoraConfig, rngs: nnx.Rngs) -> None:
     """Adds adapters to a model in place, and converts frozen parameters to the computation's dtype if it is smaller.
 
     Args:
-        model: model with random or loaded parameters, on one device or divided over a mesh as its adapters then are;
-            unchanged if `lora.lora_rank` is 0.
+        model: model with random or loaded parameters; unchanged if `lora.lora_rank` is 0. If it is divided over a mesh,
+            so are the adapters.
         lora: options of the adapters.
         rngs: random streams; only `params` is used. It may be the object that initialized the model.
 

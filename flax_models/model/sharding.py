@@ -76,16 +76,16 @@ def parameter_specs(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: spec_of(name_of(path), stacked=is_stacked(path)), params)
 
 
-def create(name: str, make: Callable[..., jax.Array], *arrays: jax.Array, beside: jax.Array) -> jax.Array:
+def created_like(name: str, make: Callable[..., jax.Array], *arrays: jax.Array, other: jax.Array) -> jax.Array:
     """Returns make(*arrays), a new parameter of all layers, created on the devices of another parameter.
 
     Args:
         name: name of the new parameter. If the other one is divided over a mesh, the table says how it is divided.
         make: returns its values.
         arrays: arguments of `make`.
-        beside: the other parameter.
+        other: the other parameter.
     """
-    placed = None if isinstance(beside, Tracer) else beside.sharding
+    placed = None if isinstance(other, Tracer) else other.sharding
     if not isinstance(placed, NamedSharding) or placed.mesh.axis_names != AXES:
         return make(*arrays)
     return jax.jit(make, out_shardings=NamedSharding(placed.mesh, spec_of(name, stacked=True)))(*arrays)

@@ -182,7 +182,7 @@ class LeastMemory(NamedTuple):
     parameters: int
     optimizer: int
     gradients: int
-    gathered: int  # the matrices of the layers that are whole, in the dtype of the computation, where these are copies
+    gathered: int  # of the layers whose matrices are gathered or cast at the same time
     layer_inputs: int  # of all layers, which a backward pass through them needs with any remat
 
     @property

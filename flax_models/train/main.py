@@ -143,7 +143,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
                 display.fact("note", note)
             check_on_first(partial(check_weights, config.weights, config.model))
         if config.lora.adapter is not None and not resumed:
-            check_adapter(config.lora.adapter, config.model, config.lora)
+            check_on_first(partial(check_adapter, config.lora.adapter, config.model, config.lora))
         text = read_text(config, resumed, display)
         check_agreement("the text", text.corpus.sha256)
         check_agreement("the tokenizer", text.vocabulary.tokenizer.to_str())

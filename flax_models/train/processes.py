@@ -30,6 +30,7 @@ from jax.experimental import multihost_utils
 from flax_models.errors import RunError
 from flax_models.train.relay import start_relay
 
+LOCAL = "127.0.0.1"
 HEARTBEAT = 15  # seconds without a sign of life after which JAX ends all processes
 KEEPALIVE = (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 4), ("TCP_KEEPCNT", 2))  # a lost host: in 12 seconds, before JAX
 JOINING = 300  # seconds for all processes to start
@@ -209,14 +210,17 @@ def join(launch: Launch, advice: Callable[[], str]) -> "Peers":
     waiting.daemon = True
     waiting.start()
     try:
-        coordinator, count, index = _detected(launch)
+        _, coordinator, count, index, local_devices = launch if launch.coordinator else _detected(launch)
+        if coordinator is None or count is None or index is None:
+            raise ValueError("JAX does not detect the address of process 0, the number of processes or the index")
         host, port = coordinator.rsplit(":", 1)
+        host = host.strip("[]")
         jax.distributed.initialize(
-            f"127.0.0.1:{start_relay(host.strip('[]'), int(port))}" if index else coordinator,
+            _through_relay(host, int(port)) if index else coordinator,
             count,
             index,
-            launch.local_devices,
-            cluster_detection_method=None if launch.coordinator is None else "deactivate",
+            local_devices,
+            cluster_detection_method="deactivate",
             initialization_timeout=JOINING,
             heartbeat_timeout_seconds=HEARTBEAT,
         )
@@ -224,21 +228,27 @@ def join(launch: Launch, advice: Callable[[], str]) -> "Peers":
         raise RunError(f"cannot join the other processes ({launch.origin}): {_first_line(error)}") from None
     finally:
         waiting.cancel()
-    return Peers(advice, host.strip("[]"))
+    return Peers(advice, host)
 
 
-def _detected(launch: Launch) -> tuple[str, int, int]:
-    """Returns the address of process 0, the number of processes and the index of this one."""
-    found = launch[1:4]
-    if launch.coordinator is None:
-        from jax._src.clusters import ClusterEnv  # no public function detects them without connecting
+def _detected(launch: Launch) -> Launch:
+    """Returns what JAX detects, as `jax.distributed.initialize` does; None where it does not."""
+    from jax._src.clusters import ClusterEnv  # no public function detects them without connecting
 
-        address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-        found = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, JOINING)[:3]
-    coordinator, count, index = found
-    if coordinator is None or count is None or index is None:
-        raise ValueError("JAX does not detect the address of process 0, the number of processes or the index")
-    return coordinator, count, index
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    found = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, JOINING)
+    coordinator, count, index, local_devices = found
+    if local_devices is None or "JAX_LOCAL_DEVICE_IDS" in os.environ:  # JAX reads it
+        return Launch(launch.origin, coordinator, count, index)
+    return Launch(launch.origin, coordinator, count, index, [*local_devices])
+
+
+def _through_relay(host: str, port: int) -> str:
+    """Starts a relay to process 0, and returns the address to connect to, which no HTTP proxy is asked for."""
+    for name in ("no_proxy", "no_grpc_proxy"):  # gRPC reads the second, and the first without it
+        if name == "no_proxy" or name in os.environ:
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOCAL)))
+    return f"{LOCAL}:{start_relay(host, port)}"
 
 
 class Peers:

@@ -64,7 +64,7 @@ def _accept(server: socket.socket, address: tuple[str, int]) -> None:
 
 def main() -> None:
     """Relays to the host and port of the command line until stdin ends, after printing the port to connect to."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the process gets them too, and decides when it ends
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # the process decides when it ends
         signal.signal(number, signal.SIG_IGN)
     server = socket.create_server(("127.0.0.1", 0))
     print(server.getsockname()[1], flush=True)
