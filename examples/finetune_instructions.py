@@ -159,7 +159,7 @@ def finetune(chosen: argparse.Namespace, length: int, mesh: Mesh | None) -> None
 
     config = vocabulary.fit(MODEL) if chosen.weights is None else read_config(chosen.weights)
     if mesh is not None:
-        check_sizes(mesh, config, ROWS)
+        check_sizes(mesh, config, ROWS, "ROWS")
         check_vocabulary(mesh, config, "of the tokenizer" if chosen.weights is None else "of --weights")
     if chosen.weights is None:
         model = made_on(mesh, lambda: Decoder(config, rngs=nnx.Rngs(0)))

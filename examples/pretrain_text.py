@@ -96,7 +96,7 @@ def train(chosen: argparse.Namespace, mesh: Mesh | None) -> None:
     # nnx.split returns a static graph and a pytree of arrays, for jax.jit and jax.grad.
     config = vocabulary.fit(MODEL)
     if mesh is not None:
-        check_sizes(mesh, config, SEQUENCES)
+        check_sizes(mesh, config, SEQUENCES, "SEQUENCES")
         check_vocabulary(mesh, config, "of the tokenizer")
     graph, params = nnx.split(made_on(mesh, lambda: Decoder(config, rngs=nnx.Rngs(0))))
     print(f"{config.parameter_count():,} parameters on {jax.devices()[0].device_kind}")

@@ -43,7 +43,17 @@ SMALL = [
         "sample-tokens": 4,
     }.items()
 ]
-
+# What makes a run of examples/grpo.py small: sums of numbers below 4 and a model of one layer.
+SMALL_GRPO: dict[str, Any] = {
+    "MODEL": ModelConfig(13, 16, 1, 2, 1, 8, 24, 10),
+    "NUMBERS": 4,
+    "SUPERVISED_STEPS": 40,
+    "SUPERVISED_ROWS": 64,
+    "PROBLEMS": 8,
+    "SAMPLES": 4,
+    "MEMORY_BUDGET": 2**16,  # 4 chunks
+    "LEARNING_RATE": 1e-2,  # large enough that ratios are clipped within the first updates
+}
 
 CACHE_OPTIONS = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 

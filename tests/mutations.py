@@ -1849,6 +1849,7 @@ MESH = (
     Mutation(
         "flax_models/model/sharding.py", "None if rows % math.prod", "None if False and rows % math.prod", OF_MESH
     ),
+    Mutation("flax_models/model/sampling.py", "[:, :vocab_size]", "", tests("flax_generate", "padding")),
     Mutation("flax_models/train/mesh.py", "if shape == leaf.shape:", "if False:", OF_MESH),
     Mutation("flax_models/train/mesh.py", "or name in sizes or", "or", OF_MESH),
     Mutation("flax_models/train/mesh.py", "if count != len(devices):", "if count > 9:", OF_MESH),

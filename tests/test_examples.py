@@ -12,10 +12,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from flax_runs import SMALL_GRPO
+from jax.sharding import AbstractMesh
 
 import flax_models.train.main as program
 from flax_models import generate
+from flax_models.errors import RunError
 from flax_models.model.decoder import ModelConfig
+from flax_models.model.sharding import AXES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -66,19 +70,9 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
 
 @pytest.fixture
 def small_grpo(monkeypatch) -> SimpleNamespace:
-    """The example with sums of numbers below 4 and a model of one layer."""
+    """The example with a small model and small numbers."""
     example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "grpo.py")))
-    small = {
-        "MODEL": ModelConfig(len(example.ALPHABET), 16, 1, 2, 1, 8, 24, 10),
-        "NUMBERS": 4,
-        "SUPERVISED_STEPS": 40,
-        "SUPERVISED_ROWS": 64,
-        "PROBLEMS": 8,
-        "SAMPLES": 4,
-        "MEMORY_BUDGET": 2**16,  # 4 chunks
-        "LEARNING_RATE": 1e-2,  # large enough that ratios are clipped within the first updates
-    }
-    for name, value in small.items():
+    for name, value in SMALL_GRPO.items():
         monkeypatch.setitem(example.main.__globals__, name, value)
     return example
 
@@ -129,6 +123,25 @@ def test_recorded_runs_of_grpo_learn_the_same_with_both_losses(small_grpo):
         assert after > max(0.8, before + 0.1), (row["loss"], row["seed"])
     difference, error = small_grpo.compare(**found)
     assert abs(difference) < 2 * error
+
+
+def test_grpo_pads_its_vocabulary_for_a_mesh(small_grpo):
+    assert small_grpo.config_on(None) == SMALL_GRPO["MODEL"]
+    for sizes, rows in (((4, 1, 1), 13), ((1, 2, 1), 14), ((2, 4, 1), 16)):
+        assert small_grpo.config_on(AbstractMesh(sizes, AXES)).vocab_size == rows
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 1, 2), r"the model's num_kv_heads must be a multiple of 2 with this --mesh \(tensor 2\), got 1"),
+        ((128, 1, 1), r"the rows of a batch \(SUPERVISED_ROWS\) must be a multiple of 128 .* got 64"),
+        ((64, 1, 1), r"the rows of a batch \(PROBLEMS times SAMPLES\) must be a multiple of 64 .* got 32"),
+    ],
+)
+def test_grpo_refuses_a_mesh_that_does_not_divide_it(small_grpo, sizes, message):
+    with pytest.raises(RunError, match=message):
+        small_grpo.config_on(AbstractMesh(sizes, AXES))
 
 
 @pytest.mark.slow

@@ -119,6 +119,16 @@ def test_draws_repeat_with_their_key_and_rows_draw_independently():
     assert first[0] != first[1]
 
 
+def test_padding_of_the_vocabulary_is_never_sampled():
+    padded, model, sampling = make(), make(vocab_size=40), Sampling(temperature=3.0)
+    params = jax.tree.map(lambda leaf: leaf[:40] if leaf.shape[0] == 97 else leaf, nnx.state(padded))
+    nnx.update(model, params)
+    want = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=sampling)
+    assert continue_prompts(padded, PROMPTS, length=12, key=KEY, sampling=sampling, vocab_size=40) == want
+    free = continue_prompts(padded, PROMPTS, length=12, key=KEY, sampling=sampling)
+    assert max(token for row in free for token in row) >= 40
+
+
 def test_draws_have_the_expected_probabilities():
     probabilities = np.array([0.5, 0.3, 0.15, 0.05])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(probabilities, jnp.float32)), (4000, 4))[:, ::-1]
@@ -146,6 +156,9 @@ def test_draws_have_the_expected_probabilities():
         ({"prompts": []}, "prompts must have at least one prompt, got none"),
         ({"prompts": [[1], []]}, r"prompts\[1\] must have at least one token, got none"),
         ({"prompts": [[97]]}, r"prompts\[0\] must have tokens in \[0, 97\), got 97"),
+        ({"prompts": [[1], [50]], "vocab_size": 40}, r"prompts\[1\] must have tokens in \[0, 40\), got 50"),
+        ({"vocab_size": 98}, r"vocab_size must be in \[1, 97\] \(the rows of the head\), got 98"),
+        ({"vocab_size": 0}, r"vocab_size must be in \[1, 97\] \(the rows of the head\), got 0"),
         ({"length": -1}, "length must not be negative, got -1"),
         ({"length": 30}, r"length must be at most 29 \(max_seq_len 32 minus the longest prompt's 3 tokens\), got 30"),
     ],

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,7 +27,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from flax_runs import SMALL, learned, start, write_texts
+from flax_runs import SMALL, SMALL_GRPO, learned, start, write_texts
 from host_devices import failures_in, failures_of, run_named
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from random_decoder import random_decoder
@@ -45,7 +46,16 @@ from flax_models.train.accounting import DeviceMemory, check_parameters, least_m
 from flax_models.train.checkpoint import Checkpoints
 from flax_models.train.config import RunConfig, TrainConfig
 from flax_models.train.main import _initial_model
-from flax_models.train.mesh import check_sizes, check_vocabulary, loss_of_device, made_on, make_mesh, mesh_sizes
+from flax_models.train.mesh import (
+    check_sizes,
+    check_vocabulary,
+    context_of,
+    loss_of_device,
+    made_on,
+    make_mesh,
+    mesh_sizes,
+    parameter_shards,
+)
 from flax_models.train.step import Trainer, TrainState
 
 SHAPE = ModelConfig(280, 16, 2, 4, 2, 8, 24, 16)
@@ -57,6 +67,7 @@ MESHES = [
 DEEP = dataclasses.replace(UNTIED, num_layers=3)
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DEVICES, BATCH = 8, 8  # devices of the process, and rows of a batch
+Values = dict[str, np.ndarray]  # of parameters, by name
 BOUND = 1e-5  # of a loss in float32, relative to the largest
 
 
@@ -420,6 +431,47 @@ def same_example(name: str, changes: dict[str, Any], options: list[str]) -> None
             np.testing.assert_allclose(values, written[0][tensor], rtol=0, atol=1e-3, err_msg=tensor)
 
 
+def grpo_example(loss: str) -> None:
+    """The first updates of GRPO are those of one device: the same rewards, and parameters that differ by rounding only.
+    Later ones may differ more, because rounding may change a sampled answer."""
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "grpo.py")))
+    config = dataclasses.replace(SMALL_GRPO["MODEL"], num_kv_heads=2)
+    example.train.__globals__.update({**SMALL_GRPO, "MODEL": config})
+
+    def run_on(sizes: tuple[int, int, int] | None) -> tuple[list[float], Values, Values]:
+        """Returns the rewards, and the parameters before and after the updates, without padding."""
+        mesh = None if sizes is None else mesh_of(*sizes)
+        with context_of(mesh):
+            model = example.supervised_start(0, mesh)
+            before = nnx.state(model)
+            rewards, after = example.train(loss, model, 0, 6, mesh)
+        assert mesh is None or after["embedding"][...].sharding.spec == spec_of("embedding", stacked=False)
+        padding = before["embedding"][...][13:]
+        assert len(padding) == -13 % parameter_shards(mesh)
+        np.testing.assert_array_equal(after["embedding"][...][13:], padding)  # which has no gradient
+        return rewards, without_padding(before), without_padding(after)
+
+    want, before, after = run_on(None)
+    assert 0 < min(want) <= max(want) < 1, "without both rewards there is no advantage"
+    moved = distance(after, before)
+    for sizes in ((1, 4, 2), (2, 2, 2), (8, 1, 1)):
+        rewards, started, ended = run_on(sizes)
+        assert rewards == want, sizes
+        assert distance(started, before) < 1e-6 * moved
+        assert distance(ended, after) < 2e-5 * moved  # the bound of the two losses in test_examples.py
+
+
+def without_padding(params: nnx.State) -> Values:
+    """Returns the parameters by name, of the embedding the rows of the 13 tokens of examples/grpo.py."""
+    found = {name_of(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    return {**found, "embedding": found["embedding"][:13]}
+
+
+def distance(one: Values, other: Values) -> float:
+    assert one.keys() == other.keys()
+    return math.sqrt(sum(float(np.sum((one[name] - other[name]) ** 2)) for name in one))
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "places": places,
     "other mesh": other_mesh,
@@ -441,6 +493,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "command": command,
     "example of pretraining": pretraining_example,
     "example of fine-tuning": fine_tuning_example,
+    **{f"example of GRPO, {loss}": partial(grpo_example, loss) for loss in ("fused", "unfused")},
     "quick": quick,
     **{f"50 steps {sizes}": partial(same_curve, [sizes], 50) for sizes in MESHES},
     **{name: partial(same_curve, [(1, 2, 2), (2, 1, 2), (2, 2, 2)], 5, **changes) for name, changes in CHANGES.items()},
@@ -486,11 +539,11 @@ def test_a_mesh_has_all_devices() -> None:
 @pytest.mark.parametrize(
     ("sizes", "changes", "rows", "message"),
     [
-        ((2, 3, 1), {"hidden_size": 18}, 4, "--batch-size divided by --accumulate must be a multiple of 6 .* got 4"),
-        ((1, 3, 1), {}, 6, "--hidden-size must be a multiple of 3 .*fsdp 3.* got 16"),
-        ((1, 1, 3), {}, 4, "--num-heads must be a multiple of 3 .*tensor 3.* got 4"),
-        ((1, 1, 4), {}, 4, "--num-kv-heads must be a multiple of 4 .* got 2"),
-        ((1, 1, 2), {"intermediate_size": 25}, 4, "--intermediate-size must be a multiple of 2 .* got 25"),
+        ((2, 3, 1), {"hidden_size": 18}, 4, r"rows of a batch \(--batch-size\) must be a multiple of 6 .* got 4"),
+        ((1, 3, 1), {}, 6, "the model's hidden_size must be a multiple of 3 .*fsdp 3.* got 16"),
+        ((1, 1, 3), {}, 4, "the model's num_heads must be a multiple of 3 .*tensor 3.* got 4"),
+        ((1, 1, 4), {}, 4, "the model's num_kv_heads must be a multiple of 4 .* got 2"),
+        ((1, 1, 2), {"intermediate_size": 25}, 4, "the model's intermediate_size must be a multiple of 2 .* got 25"),
         ((1, 2, 2), {"vocab_size": 282}, 4, r"size \(--vocab-size\) must be a multiple of 4 .* got 282"),
     ],
 )
@@ -501,7 +554,7 @@ def test_what_a_mesh_does_not_divide_is_one_error(
     config = dataclasses.replace(SHAPE, **changes)
 
     def check() -> None:
-        check_sizes(mesh, config, rows)
+        check_sizes(mesh, config, rows, "--batch-size")
         check_vocabulary(mesh, config, "--vocab-size")
 
     with pytest.raises(RunError, match=message):

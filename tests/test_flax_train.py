@@ -22,7 +22,7 @@ from flax_runs import random_batch, small_trainer, start, train, write_texts
 from jax._src.array import ArrayImpl
 
 import flax_models.train.main as program
-import flax_models.train.mesh as mesh_module
+import jax_pallas
 from flax_models.data.batches import IGNORED, Batch, DocumentIndex, held_out_windows
 from flax_models.display import duration
 from flax_models.errors import RunError
@@ -288,7 +288,7 @@ def test_no_throughput_is_reported_for_a_model_that_does_not_learn(
         weight = jax.lax.stop_gradient(weight) if "weight" in frozen else weight
         return linear_cross_entropy(hidden, weight, *arguments, **keywords)
 
-    monkeypatch.setattr(mesh_module, "linear_cross_entropy", stopped)
+    monkeypatch.setattr(jax_pallas, "linear_cross_entropy", stopped)
     assert start(place, "a", *options) == 1
     captured = capsys.readouterr()
     found = re.search(f"^error: no throughput to report: {message}", captured.err, re.MULTILINE)
@@ -381,7 +381,7 @@ def test_a_cast_head_reaches_the_loss_and_has_a_float32_gradient(monkeypatch):
         taken.append(head.dtype)
         return linear_cross_entropy(hidden, head, *rest, **options)
 
-    monkeypatch.setattr(mesh_module, "linear_cross_entropy", loss)
+    monkeypatch.setattr(jax_pallas, "linear_cross_entropy", loss)
     trainer = Trainer(Decoder(HALF, rngs=nnx.Rngs(0)), TrainConfig(steps=8, cast_head=True))
     _, gradients = jax.eval_shape(trainer._gradients, trainer.initial.params, random_batch(2))
     assert taken == [jnp.bfloat16]
@@ -395,7 +395,7 @@ def test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient(monkeypatch):
         taken.append(head.dtype)
         return linear_cross_entropy(hidden, head, *rest, **options)
 
-    monkeypatch.setattr(mesh_module, "linear_cross_entropy", loss)
+    monkeypatch.setattr(jax_pallas, "linear_cross_entropy", loss)
     found = []
     for cast in (False, True):
         trainer = Trainer(Decoder(HALF, rngs=nnx.Rngs(0)), TrainConfig(steps=8, cast_head=cast))

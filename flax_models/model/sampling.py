@@ -80,6 +80,7 @@ def continue_prompts(
     key: jax.Array,
     sampling: Sampling | None = None,
     ends: Sequence[int] = (),
+    vocab_size: int | None = None,
     use_cache: bool = True,
 ) -> list[list[int]]:
     """Generates a continuation of every prompt.
@@ -91,14 +92,16 @@ def continue_prompts(
         key: key of jax.random; each row's key is derived from it and from the row's index.
         sampling: how tokens are sampled; None: the defaults.
         ends: tokens that end a text; they are not returned.
+        vocab_size: number of tokens in the vocabulary; None: the model's vocab_size. The rows of the head past it are
+            padding and are never sampled.
         use_cache: False recomputes the whole text for every token; tests compare the cache with it.
 
     Returns:
         The new tokens of each prompt.
 
     Raises:
-        ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or a text would be longer
-            than the model's max_seq_len.
+        ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, a text would be longer
+            than the model's max_seq_len, or vocab_size is out of range.
 
     Example:
         >>> from flax_models.model.decoder import ModelConfig
@@ -106,13 +109,17 @@ def continue_prompts(
         >>> [len(tokens) for tokens in continue_prompts(model, [[1], [2, 3]], length=5, key=jax.random.key(0))]
         [5, 5]
     """
+    rows_of_head = model.config.vocab_size
+    vocab_size = rows_of_head if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= rows_of_head:
+        raise ValueError(f"vocab_size must be in [1, {rows_of_head}] (the rows of the head), got {vocab_size}")
     if not prompts:
         raise ValueError("prompts must have at least one prompt, got none")
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompts[{i}] must have at least one token, got none")
-        if invalid := [token for token in prompt if not 0 <= token < model.config.vocab_size]:
-            raise ValueError(f"prompts[{i}] must have tokens in [0, {model.config.vocab_size}), got {invalid[0]}")
+        if invalid := [token for token in prompt if not 0 <= token < vocab_size]:
+            raise ValueError(f"prompts[{i}] must have tokens in [0, {vocab_size}), got {invalid[0]}")
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     width = max(map(len, prompts))
@@ -129,7 +136,7 @@ def continue_prompts(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     graph, params = nnx.split(model)
     sampling = Sampling() if sampling is None else sampling
-    texts, after = _continue(graph, params, tokens, lengths, key, width, sampling, tuple(ends), use_cache)
+    texts, after = _continue(graph, params, tokens, lengths, key, width, sampling, tuple(ends), vocab_size, use_cache)
     texts, after = np.asarray(texts), np.asarray(after)
     return [texts[i, lengths[i] : after[i]].tolist() for i in range(len(prompts))]
 
@@ -145,7 +152,7 @@ class _Loop(NamedTuple):
     cache: Cache | None
 
 
-@jax.jit(static_argnames=("graph", "width", "sampling", "ends", "use_cache"))
+@jax.jit(static_argnames=("graph", "width", "sampling", "ends", "vocab_size", "use_cache"))
 def _continue(
     graph: nnx.GraphDef,
     params: nnx.State,
@@ -155,6 +162,7 @@ def _continue(
     width: int,  # length of the longest prompt
     sampling: Sampling,
     ends: tuple[int, ...],
+    vocab_size: int,
     use_cache: bool,
 ) -> tuple[jax.Array, jax.Array]:
     model = nnx.merge(graph, params)
@@ -168,7 +176,7 @@ def _continue(
         return model(tokens)[rows, lengths - 1]
 
     def step(state: _Loop) -> _Loop:
-        logits = model.logits(state.last)  # (B, V)
+        logits = model.logits(state.last)[:, :vocab_size]  # (B, vocab_size)
         if ends and min_tokens:
             early = jnp.where(state.step < min_tokens, -jnp.inf, 0.0)
             logits = logits.at[:, endings].add(early)

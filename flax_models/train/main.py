@@ -126,7 +126,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
     _attention(config.model, packed=False)
     train_config = config.train.with_rows(config.model.max_seq_len)
     if mesh is not None:
-        check_sizes(mesh, config.model, train_config.batch_size // train_config.accumulate)
+        rows = train_config.batch_size // train_config.accumulate
+        check_sizes(mesh, config.model, rows, "--batch-size divided by --accumulate")
         if config.weights is not None:
             check_vocabulary(mesh, config.model, "of --weights")
     check_agreement("the options", json.dumps(to_json(config)))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,13 +16,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_models.data.batches import Batch
+import jax_pallas
 from flax_models.errors import RunError
 from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder
 from flax_models.model.parameters import name_of
 from flax_models.model.sharding import AXES, CLASSES, ROWS, parameter_specs, row_axes
-from jax_pallas import linear_cross_entropy, sharded
+from jax_pallas import sharded
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -67,20 +67,21 @@ def make_mesh(text: str) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check_sizes(mesh: Mesh, config: ModelConfig, rows: int) -> None:
-    """Raises RunError, which names the option, unless the axes of a mesh divide a model and its batches.
+def check_sizes(mesh: Mesh, config: ModelConfig, rows: int, option: str) -> None:
+    """Raises RunError, which names the size, unless the axes of a mesh divide a model and its batches.
 
     Args:
         mesh: the mesh.
         config: the model's config; its vocabulary is left to `check_vocabulary`.
-        rows: rows of a micro-batch.
+        rows: rows of a batch, or of a micro-batch.
+        option: what decides their number.
     """
     for name, size, axes in (
-        ("--batch-size divided by --accumulate", rows, ROWS),
-        ("--hidden-size", config.hidden_size, ("fsdp",)),
-        ("--num-heads", config.num_heads, ("tensor",)),
-        ("--num-kv-heads", config.num_kv_heads, ("tensor",)),
-        ("--intermediate-size", config.intermediate_size, ("tensor",)),
+        (f"the rows of a batch ({option})", rows, ROWS),
+        ("the model's hidden_size", config.hidden_size, ("fsdp",)),
+        ("the model's num_heads", config.num_heads, ("tensor",)),
+        ("the model's num_kv_heads", config.num_kv_heads, ("tensor",)),
+        ("the model's intermediate_size", config.intermediate_size, ("tensor",)),
     ):
         _check_divides(mesh, name, size, axes)
 
@@ -123,9 +124,17 @@ def context_of(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def loss_on(mesh: Mesh | None) -> Callable[..., Any]:
-    """Returns `linear_cross_entropy` of `jax_pallas`, or of `jax_pallas.sharded` for a mesh."""
-    return linear_cross_entropy if mesh is None else partial(sharded.linear_cross_entropy, **loss_axes(mesh))
+def loss_on(
+    mesh: Mesh | None,
+    name: Literal["linear_cross_entropy", "linear_log_probs", "linear_token_loss"] = "linear_cross_entropy",
+) -> Callable[..., Any]:
+    """Returns a function of `jax_pallas`, or that of `jax_pallas.sharded` for a mesh.
+
+    Args:
+        mesh: the mesh; None: one device.
+        name: name of the function.
+    """
+    return getattr(jax_pallas, name) if mesh is None else partial(getattr(sharded, name), **loss_axes(mesh))
 
 
 def state_placements(mesh: Mesh | None, state: Any) -> Any:
@@ -169,13 +178,18 @@ def batch_placement(mesh: Mesh, rows: int) -> NamedSharding:
     return NamedSharding(mesh, P(row_axes(mesh, rows)))
 
 
-def put_batch(mesh: Mesh | None, batch: Batch) -> Batch:
-    """Puts a batch on the devices: on each its rows, of the batch that every process has whole."""
+def put_batch[T](mesh: Mesh | None, batch: T) -> T:
+    """Puts a batch on the devices: on each its rows, of the batch that every process has whole.
+
+    Args:
+        mesh: the mesh; None: the default device.
+        batch: a tree of NumPy arrays with the same number of rows, such as `flax_models.data.batches.Batch`.
+    """
     if mesh is None:
         return jax.device_put(batch)
-    sharding = batch_placement(mesh, len(batch.tokens))
 
     def put(array: np.ndarray) -> Any:
+        sharding = batch_placement(mesh, len(array))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(put, batch)
