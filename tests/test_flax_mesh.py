@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -40,7 +41,7 @@ from flax_models.hub.adapter_folder import read_adapter_config, save_adapter
 from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
 from flax_models.model.lora import adapt, adapted_shapes
 from flax_models.model.lora_config import LoraConfig
-from flax_models.model.parameters import name_of
+from flax_models.model.parameters import is_adapter, name_of
 from flax_models.model.sharding import AXES, ROWS, TABLE, row_axes, spec_of
 from flax_models.train.accounting import DeviceMemory, check_parameters, least_memory, step_memory
 from flax_models.train.checkpoint import Checkpoints
@@ -189,6 +190,31 @@ def places() -> None:
                 assert of_device * 2 == size, name
             assert committed, name
         assert number == 3 * 9  # parameters, and two averages of each
+
+
+def kept() -> None:
+    """Layers that are compiled separately keep their gathered matrices, without a policy of jax.checkpoint, and the
+    estimate of the memory counts them."""
+    mesh, gathered = mesh_of(2, 2, 2), []
+    for scan, remat in ((True, "none"), (False, "none"), (False, "full")):
+        config = dataclasses.replace(DEEP, scan_layers=scan, remat=remat)
+        trainer = Trainer(decoder_shapes(config), TrainConfig(batch_size=BATCH), None, mesh)
+        gathered.append(least_memory(trainer, config, 16).gathered)
+        with trainer.context():
+            program = jax.make_jaxpr(lambda params, trainer=trainer: trainer.model(params)(jnp.zeros((8, 16), int)))
+            text = str(program(trainer.initial.params))
+        assert ("prevent_cse" in text) == ((scan, remat) != (False, "none"))
+    assert gathered[1] == DEEP.num_layers * gathered[0] == DEEP.num_layers * gathered[2]
+
+
+def new_adapters() -> None:
+    """Adapters of a divided model are created where the table says."""
+    model = small_run().trainer.model(small_run().state.params)
+    adapt(model, LoraConfig(lora_rank=2, lora_targets=("query", "down"), dora=True), nnx.Rngs(0))
+    adapters = [one for one in nnx.to_flat_state(nnx.state(model, nnx.Param)) if is_adapter(name_of(one[0]))]
+    assert len(adapters) == 6
+    for path, leaf in adapters:
+        assert leaf[...].sharding.spec == spec_of(name_of(path), stacked=True), path
 
 
 def restored() -> None:
@@ -482,6 +508,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "frozen layers": frozen_layers,
     "fine-tuning": fine_tuning,
     "program": program,
+    "kept": kept,
+    "new adapters": new_adapters,
     "programs": partial(
         programs,
         {},
@@ -498,7 +526,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"50 steps {sizes}": partial(same_curve, [sizes], 50) for sizes in MESHES},
     **{name: partial(same_curve, [(1, 2, 2), (2, 1, 2), (2, 2, 2)], 5, **changes) for name, changes in CHANGES.items()},
 }
-QUICK = ("places", "weights", "quick", "restored", "program", "frozen layers")
+QUICK = ("kept", "new adapters", "places", "weights", "quick", "restored", "program", "frozen layers")
 
 
 @pytest.fixture(scope="module")
