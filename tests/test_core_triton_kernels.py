@@ -666,9 +666,7 @@ def kernels_of(module: Any) -> set[str]:
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_every_kernel_is_launched(arch: int) -> None:
     names = [name for of_gpu, name in COMPILED if of_gpu == arch] + WITH_OTHER_KERNELS
-    launched = {
-        (launch.kernel.__module__, launch.kernel.__name__) for name in names for launch in launches(arch, name)
-    }
+    launched = {(launch.kernel.__module__, launch.kernel.__name__) for name in names for launch in launches(arch, name)}
     modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad", "core_triton.stored_logits"}
     modules |= {
         "core_triton.row_statistics",
