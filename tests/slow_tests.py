@@ -218,7 +218,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         # Another case of this test runs the same plan with other options.
         "test_every_plan_by_triton_kernels[recomputed-smoothing]",
         "test_every_plan_by_triton_kernels[exponentials-cap-dv]",
-        "test_every_plan_by_triton_kernels[exponentials-smoothing]",
         *(
             f"test_every_plan_by_triton_kernels[exponentials-fp16-{name}]"
             for name in ("cap", "repaired", "frozen", "sharp", "sharp-none", "smoothing")
@@ -276,11 +275,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_hidden_states_and_loss_are_those_of_transformers[mistral]",
         "test_hidden_states_and_loss_are_those_of_transformers[gemma]",
         "test_an_exported_run_is_the_same_model_in_transformers",
-    ),
-    # The other sharding of axes, and classes that are not divided, which have automatic sharding, remain.
-    "test_hosts_jax.py": (
-        "test_on_several_devices[automatic sharding]",
-        "test_on_several_devices[MaxText, automatic sharding]",
     ),
     # Only muon could mistake stacked layers for one array.
     "test_flax_optimizers.py": (
