@@ -266,6 +266,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_an_older_checkpoint_replaces_a_damaged_one[<lambda>-its checksum is another]",
         "test_an_older_checkpoint_replaces_a_damaged_one[<lambda>-is missing]",
         "test_a_checkpoint_without_its_manifest_is_still_read",
+        # The other signal has the same handler.
+        "test_second_signal_kills_the_process[2]",
     ),
     # Other families use every switch of these families. test_examples.py exports a folder and reads it.
     "test_flax_families.py": (
@@ -311,6 +313,12 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_gradients_for_compute_capability_8_take_either_head[90-90-False]",
         "test_a_launch_of_each_kernel_compiles_fits_and_overlaps[100-bf16]",
         "test_every_kernel_is_launched[100]",
+        "test_every_kernel_is_launched[89]",
+        # Each GPU runs one of the two calls.
+        "test_pieces_for_compute_capability_8_move_16_bytes_at_a_time"
+        "[80-80-{'plan': 'stats', 'softcap': 30.0, 'transposed': True}]",
+        "test_pieces_for_compute_capability_8_move_16_bytes_at_a_time[89-86-{'bias': True}]",
+        "test_pieces_for_compute_capability_8_move_16_bytes_at_a_time[90-90-{'bias': True}]",
     ),
     # The kernels get a broadcast bias like any other array. The quick suite tests one in "chunked".
     "test_jax_pallas_layouts.py": ("test_a_bias_that_is_broadcast[pallas_triton]",),

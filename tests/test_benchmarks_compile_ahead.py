@@ -1,31 +1,33 @@
 """--compile-jobs: programs that other processes compile before they are measured."""
 
 import json
-import subprocess
+import pickle
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import serialize_executable
 
-from benchmarks import jax_bench, jax_methods, linear_ce
+from benchmarks import jax_bench, jax_methods, jax_programs, linear_ce
 from benchmarks.jax_programs import Ahead, compile_in_processes, load
 from benchmarks.methods import Program
 from benchmarks.shapes import MODES, SHAPES, Shape
 
-ROOT = Path(__file__).parent.parent
 SMOKE = ("--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2", "--dtype", "float32")
 
 
-def test_programs_of_other_processes_give_the_same_bits() -> None:
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_programs_of_other_processes_give_the_same_bits(jobs: int) -> None:
     shape = SHAPES["smoke"]
     programs = [Program(shape, "float32", "chunked", MODES[mode]) for mode in ("train", "none")]
     impossible = Program(shape, "float32", "mosaic", MODES["train"])  # Hopper's kernels take no float32
-    *found, failed = compile_in_processes([*programs, impossible], 2, "cpu")
+    *found, failed = compile_in_processes([*programs, impossible], jobs, "cpu")
     assert found[0].line.startswith("smoke, train, chunked: ")
     assert "not compiled: ValueError" in failed.line
     assert failed.data is None
@@ -42,9 +44,16 @@ def test_programs_of_other_processes_give_the_same_bits() -> None:
             assert bool(jnp.array_equal(result, expected))
 
 
+def compile_here(programs: Sequence[Program], jobs: int, platform: str) -> Iterator[Ahead]:
+    """Has the results of `compile_in_processes`, and starts no process."""
+    return map(jax_programs.compile_ahead, programs)
+
+
+@pytest.mark.parametrize("compiles", [compile_here, pytest.param(compile_in_processes, marks=pytest.mark.slow)])
 def test_rows_use_programs_that_were_compiled_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compiles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(jax_bench, "compile_in_processes", compiles)
     methods = jax_methods.METHODS
     monkeypatch.setattr(jax_methods, "METHODS", methods | {"chunked": replace(methods["chunked"], ahead=True)})
     file = tmp_path / "jax.json"
@@ -57,20 +66,17 @@ def test_rows_use_programs_that_were_compiled_ahead(
     assert rows["bf16-logits", "peaked"] != "beside other programs"
 
 
-LOADS = """
-import pickle, sys
-from jax.experimental import serialize_executable
-from benchmarks import jax_methods, jax_programs
-from benchmarks.shapes import MODES
-serialize_executable.deserialize_and_load = lambda: print("jax.experimental.mosaic.gpu" in sys.modules)
-jax_programs.load(pickle.dumps(((), {})), jax_methods.METHODS["chunked"], MODES["train"])
-"""
+def test_the_runtime_of_mosaic_gpu_is_found_before_a_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
 
+    class Mosaic(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            order.append(name)
 
-def test_the_runtime_of_mosaic_gpu_is_found_before_a_program_is_loaded() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADS], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\n"
+    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic", Mosaic("jax.experimental.mosaic"))
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", lambda: order.append("load"))
+    load(pickle.dumps(((), {})), jax_methods.METHODS["chunked"], MODES["train"])
+    assert order.index("gpu") < order.index("load")
 
 
 def test_a_program_that_cannot_be_loaded_is_compiled_again(

@@ -209,13 +209,19 @@ def test_only_compared_calls_of_jax_are_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_steps_of_a_program_of_jax_are_its_kernels() -> None:
+    """The tests of single kernels record each twice, and find no difference."""
     found = jax_launches.steps_of(SMALL, MODES["train"], H200)
-    assert difference(found, jax_launches.steps_of(SMALL, MODES["train"], H200)) is None
     names = [step["kernel"] for step in found]
     assert '__gpu$xla.gpu.triton "finish_rows_kernel"' in names
     assert names.count("mosaic_gpu_v2 ") >= 3
     assert names[-1] == "the program"
     assert difference(found, [*found[:-1], {**found[-1], "code": "other"}]) is not None
+
+
+@pytest.mark.slow
+def test_a_program_of_jax_has_the_same_steps_again() -> None:
+    found = jax_launches.steps_of(SMALL, MODES["train"], H200)
+    assert difference(found, jax_launches.steps_of(SMALL, MODES["train"], H200)) is None
 
 
 def lowered(function: Any, *dims: tuple[int, ...], modules: Path | None = None) -> list[Step]:

@@ -82,20 +82,21 @@ INTERPRETED = (
 INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED[1:]))
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 # A case with few rows represents a part of 700. Where one of two shards has no class, their sizes differ too.
+# The check of tokens that are gathered chunk by chunk runs on four ranks.
 SLOW_BY_KERNELS = (
+    "check:gathered",
     f"vocabulary:{SAVED[1]}",
     "check:batch_invariant_gathered_rows",
     "check:saved_rows_of_different_sizes",
 )
 QUICK_BY_KERNELS = tuple(request for request in INTERPRETED if request not in SLOW_BY_KERNELS)
 QUICK_BY_KERNELS += ("vocabulary:edge-log_probs-saved-frozen_weight-fp16",)
-BY_KERNELS = python("torch_ranks.py", "2", "triton", *QUICK_BY_KERNELS)
+# Of four ranks. The checks of tokens that are gathered chunk by chunk are those of two ranks.
+OF_FOUR = ("check:gathered", "check:gathered_dtensors", "check:gathered_few_classes")
+BY_KERNELS = python("torch_ranks.py", "2", "triton", *QUICK_BY_KERNELS, "4", OF_FOUR[0])
 SLOWLY_BY_KERNELS = python("torch_ranks.py", "2", "triton", *SLOW_BY_KERNELS)
 
 
-# Of four ranks. The checks of tokens that are gathered chunk by chunk are those of two ranks.
-OF_FOUR = ("check:gathered", "check:gathered_dtensors", "check:gathered_few_classes")
-FOUR_BY_KERNELS = python("torch_ranks.py", "4", "triton", OF_FOUR[0])
 SLOWLY_BY_FOUR = python("torch_ranks.py", "4", "triton", *OF_FOUR[1:])
 
 
@@ -134,7 +135,7 @@ def test_two_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        pytest.param(OF_FOUR[0], marks=pytest.mark.programs(FOUR_BY_KERNELS, seconds=8)),
+        pytest.param(OF_FOUR[0], marks=pytest.mark.programs(BY_KERNELS, seconds=25)),
         *(
             pytest.param(name, marks=[pytest.mark.programs(SLOWLY_BY_FOUR, seconds=8), pytest.mark.slow])
             for name in OF_FOUR[1:]

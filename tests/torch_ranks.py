@@ -1,6 +1,7 @@
 """Runs cases of the contract, and checks, on several processes of one machine and prints one JSON line for each:
-`python torch_ranks.py RANKS IMPLEMENTATION FORM:NAME... check:NAME...`. With the implementation "gpu" the kernels run
-on GPUs, which the ranks share if there are fewer. Then gloo connects them, and otherwise NCCL.
+`python torch_ranks.py RANKS IMPLEMENTATION FORM:NAME... check:NAME...`. After another number, requests run on so many
+ranks. With the implementation "gpu" the kernels run on GPUs, which the ranks share if there are fewer. Then gloo
+connects them, and otherwise NCCL.
 
 A form says what the ranks share. "vocabulary": the ranks have the same tokens, and each has a shard of the head.
 "tokens": each has the whole head and other tokens, not the same number. "both": half of each, on a grid of ranks. The
@@ -700,22 +701,36 @@ def import_compiler() -> None:
         import_module(name)
 
 
+def by_ranks(arguments: list[str]) -> list[tuple[int, list[str]]]:
+    """Returns numbers of ranks, each with the requests that follow it."""
+    found: list[tuple[int, list[str]]] = []
+    for argument in arguments:
+        if argument.isdecimal():
+            found.append((int(argument), []))
+        else:
+            found[-1][1].append(argument)
+    return found
+
+
 def main() -> None:
-    ranks, implementation, *requests = sys.argv[1:]
+    first, implementation, *others = sys.argv[1:]
+    requests = [other for other in others if not other.isdecimal()]
     with tempfile.TemporaryDirectory() as folder:
         if KILLED in requests:
-            requests.remove(KILLED)
+            others.remove(KILLED)
             print(json.dumps({"name": KILLED, "failure": failure_of_killed(folder)}), flush=True)
-        arguments = int(ranks), implementation, requests, f"{folder}/store", lambda line: print(line, flush=True)
         # Forked, so that the processes share what this one has imported.
         if not {"check:compile", "check:dtensor_compiled"}.isdisjoint(requests):
             import_compiler()
-        processes = [get_context("fork").Process(target=worker, args=(rank, *arguments)) for rank in range(int(ranks))]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        failed = [process.exitcode for process in processes if process.exitcode]
+        failed = []
+        for number, (ranks, of_ranks) in enumerate(by_ranks([first, *others])):
+            arguments = ranks, implementation, of_ranks, f"{folder}/store{number}", partial(print, flush=True)
+            processes = [get_context("fork").Process(target=worker, args=(rank, *arguments)) for rank in range(ranks)]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+            failed += [process.exitcode for process in processes if process.exitcode]
     sys.stdout.flush()
     os._exit(1 if failed else 0)
 
