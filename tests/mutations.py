@@ -1842,6 +1842,12 @@ HOSTS_PARALLEL = (
 )
 OF_MESH = ("tests/test_flax_mesh.py",)
 MESH = (
+    Mutation("flax_models/model/decoder.py", "elif gathers() and config.scan_layers:", "elif gathers():", OF_MESH),
+    Mutation("flax_models/model/sharding.py", "if not isinstance(placed, NamedSharding)", "if True", OF_MESH),
+    Mutation("flax_models/train/accounting.py", 'sizes["fsdp"] > 1 and not again', "False", OF_MESH),
+    Mutation(
+        "flax_models/train/processes.py", "os.environ.get(name), LOCAL", "LOCAL,", tests("flax_processes", "proxy")
+    ),
     Mutation(
         "flax_models/model/sharding.py", ' not in ("sharding_constraint", "convert_element_type")', ' != ""', OF_MESH
     ),

@@ -398,11 +398,9 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_what_is_elementwise_runs[calls]",
         "test_what_is_elementwise_runs[sum that is not used]",
         "test_what_is_elementwise_runs[no tokens]",
-        # The upstream gradient of each argument remains with one reduction, and each dtype of confident tokens.
+        # The upstream gradient of each argument remains with one reduction.
         "test_gradients_that_are_not_needed_are_not_computed[none-input-linear_weight-per_token]",
         "test_gradients_that_are_not_needed_are_not_computed[none-per_token]",
-        "test_log_prob_of_confident_tokens_is_0[sum-float32]",
-        "test_a_log_prob_that_is_nan_makes_the_row_nan[chunked-float32-input]",
         "test_statistics_have_no_gradient[options0]",
         "test_vmap[none-False-False]",
         "test_losses[none-focal-entropy]",

@@ -270,6 +270,24 @@ def drawn_numbers() -> random.Random:
     return random.Random(seed)
 
 
+@pytest.mark.parametrize(
+    ("variables", "changed"),
+    [
+        ({}, {}),
+        ({"http_proxy": "a"}, {"no_proxy": "127.0.0.1"}),
+        ({"https_proxy": "a", "no_proxy": "b,c"}, {"no_proxy": "b,c,127.0.0.1"}),
+        ({"grpc_proxy": "a", "no_proxy": "b", "no_grpc_proxy": "c"}, {"no_grpc_proxy": "c,127.0.0.1"}),
+    ],
+)
+def test_no_proxy_is_asked_for_the_relay(
+    variables: dict[str, str], changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "start_relay", lambda host, port: 1234)
+    monkeypatch.setattr(os, "environ", dict(variables))
+    assert processes._through_relay("host", 1) == "127.0.0.1:1234"
+    assert os.environ == variables | changed
+
+
 def test_a_killed_process_ends_the_other_with_one_line(started: Callable[..., Run]) -> None:
     two = started("two", 2, *QUICK)
     two.launch()

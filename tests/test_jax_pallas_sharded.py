@@ -468,7 +468,6 @@ SLOW = (
     "vocabulary and fsdp, tokens: token loss",
     "explicit, fsdp: token loss",
     "explicit, fsdp on D: smoothing",
-    "eager gradients",
 )
 
 

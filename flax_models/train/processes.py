@@ -244,10 +244,10 @@ def _detected(launch: Launch) -> Launch:
 
 
 def _through_relay(host: str, port: int) -> str:
-    """Starts a relay to process 0, and returns the address to connect to, which no HTTP proxy is asked for."""
-    for name in ("no_proxy", "no_grpc_proxy"):  # gRPC reads the second, and the first without it
-        if name == "no_proxy" or name in os.environ:
-            os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOCAL)))
+    """Starts a relay to process 0, and returns the address to connect to. gRPC does not ask a proxy for it."""
+    if any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        name = "no_grpc_proxy" if "no_grpc_proxy" in os.environ else "no_proxy"  # which gRPC reads
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOCAL)))
     return f"{LOCAL}:{start_relay(host, port)}"
 
 
