@@ -974,7 +974,7 @@ def run_token_kernel() -> None:
                         with_entropy=entropy is not None,
                         kernels=kernels,
                     )
-                    of_call = rows is order and kernels
+                    of_call = rows is order and kernels and entropy is None
                     given = torch.full((tokens,), 7.0).index_put((order,), nll) if of_call else nll
                     weight = hook.process(rows, given, entropy, of_call=of_call)
                     full = hook.loss, hook.gradient_weight, hook.d_entropy, hook.contributes, hook.log_prob

@@ -14,7 +14,7 @@ from jax.interpreters import partial_eval
 from matmul_flops import matmul_flops
 from random_decoder import random_decoder
 
-import flax_models.train.mesh as mesh_module
+import jax_pallas
 from flax_models.errors import RunError
 from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
 from flax_models.model.parameters import is_named, name_of
@@ -141,7 +141,7 @@ def test_run_ends_if_fewer_parameters_train_than_requested(place, monkeypatch, c
     def stopped(hidden, weight, *arguments, **keywords):
         return linear_cross_entropy(jax.lax.stop_gradient(hidden), weight, *arguments, **keywords)
 
-    monkeypatch.setattr(mesh_module, "linear_cross_entropy", stopped)
+    monkeypatch.setattr(jax_pallas, "linear_cross_entropy", stopped)
     assert start(place, "a", "--no-tie-embeddings", "--freeze", "embedding", "norms") == 1
     found = re.search(
         r"error: no throughput to report: only 4,480 of ([\d,]+) parameters train", capsys.readouterr().err
