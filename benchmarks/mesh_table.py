@@ -17,7 +17,7 @@ HEADINGS = (
 
 
 def mesh_table(contents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the lines of a table for each file of results, or one that says that there is none.
+    """Returns the lines of a table for each file of results, or a line that says that nothing was measured.
 
     Args:
         contents: of files of `benchmarks.train`.
@@ -27,11 +27,11 @@ def mesh_table(contents: Sequence[Mapping[str, Any]]) -> list[str]:
         rows = [row for row in content["rows"] if row.get("kind", "speed") == "speed" and row["config"] != "smoke"]
         if rows:
             lines += [*source(content, rows), "", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
-            lines += [*map(_line, sorted(rows, key=_place)), ""]
+            lines += [*map(_line, sorted(rows, key=_order)), ""]
     return lines[:-1] or [NOT_YET]
 
 
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (
         row["config"],
         -row["seq"],

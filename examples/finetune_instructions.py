@@ -21,9 +21,10 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -56,6 +57,7 @@ from flax_models.train.mesh import (
     put_batch,
     state_placements,
 )
+from flax_models.train.step import TrainState
 
 MODEL = ModelConfig(
     vocab_size=1024, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, max_seq_len=256
@@ -79,13 +81,6 @@ WAYS = (
     "Sort this word: {}",
     "Of which kind is {}?",
 )
-
-
-class State(NamedTuple):
-    """What a step replaces."""
-
-    params: Any  # those that train
-    optimizer: optax.OptState
 
 
 def make_instructions(path: Path) -> None:
@@ -189,13 +184,13 @@ def finetune(chosen: argparse.Namespace, length: int, mesh: Mesh | None) -> None
         head = model.head_weight().astype(hidden.dtype)  # in the dtype of the other matmuls: saves one matmul
         return loss_on(mesh)(hidden, head, batch.targets, reduction=reduction, **model.config.loss_options())
 
-    def begin(trained: nnx.State) -> State:
-        return State(trained, optimizer.init(trained))
+    def begin(trained: nnx.State) -> TrainState:
+        return TrainState(trained, optimizer.init(trained), jnp.zeros((), jnp.int32))
 
-    def step(state: State, frozen: nnx.State, batch: Batch) -> tuple[State, jax.Array]:
+    def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(state.params, frozen, batch)
         updates, of_optimizer = optimizer.update(gradients, state.optimizer, state.params)
-        return State(optax.apply_updates(state.params, updates), of_optimizer), loss
+        return TrainState(optax.apply_updates(state.params, updates), of_optimizer, state.step + 1), loss
 
     # On a mesh, the optimizer's state is divided as the parameters are.
     placements = state_placements(mesh, jax.eval_shape(begin, trained))

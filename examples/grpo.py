@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,7 @@ from flax_models.train.mesh import (
     state_placements,
 )
 from flax_models.train.plot import running_mean
+from flax_models.train.step import TrainState
 from jax_pallas import token_losses
 
 ALPHABET = "0123456789+=\n"  # a token is a character; the line break ends an answer
@@ -75,13 +76,6 @@ EPSILON_LOW, EPSILON_HIGH, BETA = 0.2, 0.28, 0.01
 # Small enough that the fused loss takes these tokens in 30 chunks, as it would with a large vocabulary.
 MEMORY_BUDGET = 2**19
 LAST = 20  # batches whose mean is the final reward
-
-
-class State(NamedTuple):
-    """What a step replaces."""
-
-    params: Any
-    optimizer: optax.OptState
 
 
 def encode(text: str) -> list[int]:
@@ -161,17 +155,17 @@ def of_parameters(graph: nnx.GraphDef, mesh: Mesh | None, function: Function) ->
 
 def make_step(
     loss_of: Function, params: nnx.State, learning_rate: float, mesh: Mesh | None
-) -> tuple[State, Callable[..., State]]:
+) -> tuple[TrainState, Callable[..., TrainState]]:
     """Returns the state before the first step, and the step."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
 
-    def begin(params: nnx.State) -> State:
-        return State(params, optimizer.init(params))
+    def begin(params: nnx.State) -> TrainState:
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
-    def step(state: State, batch: Batch, *per_token: jax.Array) -> State:
+    def step(state: TrainState, batch: Batch, *per_token: jax.Array) -> TrainState:
         gradients = jax.grad(loss_of)(state.params, batch, *per_token)
         updates, of_optimizer = optimizer.update(gradients, state.optimizer, state.params)
-        return State(optax.apply_updates(state.params, updates), of_optimizer)
+        return TrainState(optax.apply_updates(state.params, updates), of_optimizer, state.step + 1)
 
     # On a mesh, the optimizer's state is divided as the parameters are.
     placements = state_placements(mesh, jax.eval_shape(begin, params))

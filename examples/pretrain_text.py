@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -46,18 +46,12 @@ from flax_models.train.mesh import (
     put_batch,
     state_placements,
 )
+from flax_models.train.step import TrainState
 
 MODEL = ModelConfig(
     vocab_size=8192, hidden_size=128, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=64, max_seq_len=128
 )
 SEQUENCES = 4  # sequences per batch, each of max_seq_len tokens
-
-
-class State(NamedTuple):
-    """What a step replaces."""
-
-    params: Any
-    optimizer: optax.OptState
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,13 +102,13 @@ def train(chosen: argparse.Namespace, mesh: Mesh | None) -> None:
         # (B, T, D) hidden states and the (V, D) head. Targets of -100 are ignored.
         return loss_on(mesh)(model(batch.tokens), model.head_weight(), batch.targets, reduction=reduction)
 
-    def begin(params: nnx.State) -> State:
-        return State(params, optimizer.init(params))
+    def begin(params: nnx.State) -> TrainState:
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
-    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(state.params, batch)
         updates, of_optimizer = optimizer.update(gradients, state.optimizer, state.params)
-        return State(optax.apply_updates(state.params, updates), of_optimizer), loss
+        return TrainState(optax.apply_updates(state.params, updates), of_optimizer, state.step + 1), loss
 
     # On a mesh, the optimizer's state is divided as the parameters are.
     placements = state_placements(mesh, jax.eval_shape(begin, params))

@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 from flax_models.errors import RunError
 from flax_models.train.relay import start_relay
 
-LOCAL = "127.0.0.1"
+LOCAL = "127.0.0.1"  # where the relay listens
 HEARTBEAT = 15  # seconds without a sign of life after which JAX ends all processes
 KEEPALIVE = (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 4), ("TCP_KEEPCNT", 2))  # a lost host: in 12 seconds, before JAX
 JOINING = 300  # seconds for all processes to start
