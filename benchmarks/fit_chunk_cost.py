@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,30 +187,42 @@ def weighted(rows: Sequence[Sample], found: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def fit(rows: Sequence[Sample], start: CostCoefficients) -> CostCoefficients:
+def fit(
+    rows: Sequence[Sample], start: CostCoefficients, only: Sequence[str] = CostCoefficients._fields
+) -> CostCoefficients:
     """Returns the coefficients of least squares, none negative.
 
     Args:
         rows: measured rows of one GPU and framework.
         start: the present coefficients.
+        only: names of the coefficients that are fitted. The others stay.
     """
-    scale = np.array([value or usual for value, usual in zip(start, SCALES, strict=True)])
-    origin = np.array(start) / scale
+    scale = np.array([getattr(start, name) or getattr(SCALES, name) for name in only])
+    origin = np.array([getattr(start, name) for name in only]) / scale
+
+    def coefficients(u: np.ndarray) -> CostCoefficients:
+        return start._replace(**dict(zip(only, (u * scale).tolist(), strict=True)))
 
     def objective(u: np.ndarray) -> np.ndarray:
-        measured = weighted(rows, residuals(rows, CostCoefficients(*(u * scale).tolist())))
-        return np.concatenate([measured, (u - origin) / PRIOR])
+        return np.concatenate([weighted(rows, residuals(rows, coefficients(u))), (u - origin) / PRIOR])
 
-    found = least_squares(objective, np.maximum(origin, INSIDE), bounds=(0, np.inf))
-    return CostCoefficients(*(found.x * scale).tolist())
+    return coefficients(least_squares(objective, np.maximum(origin, INSIDE), bounds=(0, np.inf)).x)
 
 
 def choice_of(rows: Sequence[Sample], coefficients: CostCoefficients) -> Sample:
-    """Returns which of the measured rows of one shape and budget the estimate chooses, as `chunk_cost.choose_rows`."""
-    times = [row.choice.ms(coefficients) for row in rows]
-    least = (1 + chunk_cost.TIE) * min(times)
-    equal = [(row.choice.chunks, ms, index) for index, (row, ms) in enumerate(zip(rows, times, strict=True))]
-    return rows[min(choice for choice in equal if choice[1] <= least)[2]]
+    """Returns which of the measured rows of one shape and budget the estimate chooses, as a plan does: the fewest of
+    equal chunks that cost the same, or a first chunk in the memory of d_weight that saves enough."""
+    timed = [(row.choice.ms(coefficients), row) for row in rows]
+    equal = [choice for choice in timed if not choice[1].choice.last.pieces]
+    least = (1 + chunk_cost.TIE) * min((ms for ms, _ in equal), default=0.0)
+    fewest = min(
+        (choice for choice in equal if choice[0] <= least), key=lambda choice: choice[1].choice.chunks, default=None
+    )
+    first = min((choice for choice in timed if choice[1].choice.last.pieces), key=itemgetter(0), default=None)
+    if first is None or (fewest is not None and first[0] >= (1 - chunk_cost.FIRST_CHUNK_GAIN) * fewest[0]):
+        assert fewest is not None
+        return fewest[1]
+    return first[1]
 
 
 def report(key: tuple[str, str], rows: Sequence[Sample], coefficients: CostCoefficients) -> float:
@@ -252,6 +265,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="also take rows of linear_ce, which have no row count, from commits that chose the fewest chunks",
     )
     parser.add_argument("--check", action="store_true", help="do not fit: report on the present coefficients")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=CostCoefficients._fields,
+        choices=CostCoefficients._fields,
+        metavar="NAME",
+        help=f"coefficients to fit, the others stay (default: {' '.join(CostCoefficients._fields)})",
+    )
     options = parser.parse_args(arguments)
     try:
         found = samples(options.files, fewest=options.fewest)
@@ -263,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     slowest = 0.0
     for key, rows in sorted(found.items()):
         start = COEFFICIENTS[key]
-        slowest = max(slowest, report(key, rows, start if options.check else fit(rows, start)))
+        slowest = max(slowest, report(key, rows, start if options.check else fit(rows, start, options.only)))
     if slowest > MOST_SLOWER:
         print(f"\na choice is more than {MOST_SLOWER:g}% slower than the best row measured")
         return 1

@@ -261,8 +261,6 @@ D_WEIGHT_BYTES, ROOMY_BUDGET = 2**25, 2**28
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
 
-FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d_weight
-
 FIRST_CHUNK_TRIES = 6  # sizes of its pieces that are estimated
 
 # `CostCoefficients.exposed` of the d_weight kernel of `ampere_gradients`, which loads the old tile after its matmul,
@@ -430,7 +428,7 @@ def choose_scaled_exp(
         # and 8 chunks of 1,024 rows 78.8.
         timed = [(ms(one), one) for one in made if one.piece >= one.first_rows and one.bytes <= enough]
         least = min((time for time, _ in timed), default=math.inf)
-        if least >= (1 - FIRST_CHUNK_GAIN) * ms(equal[0]):
+        if least >= (1 - chunk_cost.FIRST_CHUNK_GAIN) * ms(equal[0]):
             return None
         fastest = [one for time, one in timed if time <= (1 + chunk_cost.TIE) * least]
         return min(fastest, key=lambda one: (others(one), one.piece < least_piece(one.first_rows), one.bytes))

@@ -302,8 +302,6 @@ D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
-FIRST_CHUNK_GAIN = 0.015  # by the estimate, of a first chunk in the memory of d_weight
-
 FIRST_CHUNK_TRIES = 6  # sizes of its piece that are estimated
 
 FIRST_CHUNK_PIECE = 4  # times its rows, to whole row blocks: the fewest classes of its piece. Others are little shorter
@@ -529,7 +527,7 @@ def choose_scaled_exp(
         fitting = (one for one in made if one.bytes <= enough and pieces_of(one) is not None)
         timed = [(ms(one), one) for one in fitting]
         least = min((time for time, _ in timed), default=math.inf)
-        if least >= (1 - FIRST_CHUNK_GAIN) * ms(equal[0]):
+        if least >= (1 - chunk_cost.FIRST_CHUNK_GAIN) * ms(equal[0]):
             return None
         fastest = [one for time, one in timed if time <= (1 + chunk_cost.TIE) * least]
         return min(fastest, key=lambda one: (cdiv(tokens - one.first_rows, one.rows), one.bytes))

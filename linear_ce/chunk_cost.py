@@ -38,6 +38,8 @@ GROUP_BYTES = 2**24
 
 TIE = 0.005  # estimates so close count as equal. Fewer chunks round d_weight less often, and JAX compiles less
 
+FIRST_CHUNK_GAIN = 0.015  # that a first chunk in the memory of d_weight must save, as a share of the estimate
+
 
 class Call(NamedTuple):
     """What the time of a call depends on besides its chunks.
