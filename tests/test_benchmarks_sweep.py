@@ -428,8 +428,8 @@ def test_the_choices_of_the_plan_are_as_fast_as_the_best_rows_of_the_sweep(gpu: 
                 calls.setdefault(call, []).append(row)
     slower = set[tuple[str, str, str]]()
     for call, rows in calls.items():
-        sizes = (rows[0][name] for name in ("n", "d", "v"))
-        plan = fit_chunk_cost.made_plan("torch", gpu, *sizes, sweep.budget_of(MODES[call[2]]))
+        n, d, v = (rows[0][name] for name in ("n", "d", "v"))
+        plan = fit_chunk_cost.made_plan("torch", gpu, n, d, v, sweep.budget_of(MODES[call[2]]))
         planned = [row for row in rows if sweep.Division.of_row(row) == sweep.Division.of_plan(plan)]
         planned = [row for row in planned if (row["d_input"] or {}).get("tile_rows") == plan.chunks.d_input_rows]
         chosen, others = grid.get(call), rows
