@@ -52,7 +52,7 @@ PACKAGES = {
     ),
 }  # and what is public in submodules
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
-LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)#\s][^)\s]*)\)")
 COMMANDS = {"\\_": "_", "\\arg": "arg", "\\lfloor": "&#x230A;", "\\rfloor": "&#x230B;"}
 PLOT = re.compile(r"<!-- plot: (\w+) -->")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
@@ -137,15 +137,18 @@ class Examples(Extension):
 
 
 def api_page(package: str) -> str:
-    """Returns a page with everything that a package exports."""
+    """Returns a page with everything that a package exports, and then what is public in its submodules."""
     tree = ast.parse((ROOT / package / "__init__.py").read_text())
     [names] = [
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
-    names = sorted([*names, *PACKAGES[package]], key=lambda name: (name.rpartition(".")[2][0].isupper(), name))
-    return "\n\n".join([f"# {package}", ast.get_docstring(tree) or "", *(f"::: {package}.{name}" for name in names)])
+    names = sorted(names, key=lambda name: (name[0].isupper(), name))
+    parts = [f"::: {package}.{name}" for name in names]
+    for name in PACKAGES[package]:  # several submodules have a function of the same name
+        parts.append(f"::: {package}.{name}\n    options:\n      toc_label: {name.removeprefix('hosts.')}")
+    return "\n\n".join([f"# {package}", ast.get_docstring(tree) or "", *parts])
 
 
 def _target(source: str, link: str) -> str:
