@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=1.0, help="for the calls of a figure (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the figures into this file after each method")
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--commit", help="commit of the code, if git does not know it")
     options = parser.parse_args(arguments)
     commit = options.commit or results.commit("flax_models")
     versions = installed("jax", "jaxlib", "tokamax")

@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("folders", nargs=2, type=Path, metavar="FOLDER", help="the old checkout, then the new one")
     parser.add_argument("--framework", required=True, choices=("torch", "jax"))
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the command out")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: only to try it out")
     parser.add_argument(
         "--shapes", nargs="+", metavar="NAME", help="names of shapes.py, or N-D-V such as 512-1024-32000"
     )
@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=8.0, help="for a process's pairs of one row (default %(default)s)"
     )
-    parser.add_argument("--pairs", type=int, default=MIN_PAIRS, help="least number of them (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=MIN_PAIRS, help="minimum number of pairs (%(default)s)")
     parser.add_argument(
         "--processes", type=int, default=1, help="how many times both are started, with --pairs each (%(default)s)"
     )

@@ -43,13 +43,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", nargs="+", type=int, choices=SIZES, default=list(SIZES), help="tokens of a sequence")
     parser.add_argument("--batch", type=int, help=f"sequences of a step; default: by --seq, {SIZES}")
     parser.add_argument("--seconds", type=float, default=2.0, help="for the timed steps of a row (default %(default)s)")
-    parser.add_argument("--limit", type=float, default=120.0, help="most seconds of a row, on average (%(default)s)")
-    parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no row later than this")
+    parser.add_argument("--limit", type=float, default=120.0, help="maximum seconds of a row, on average (%(default)s)")
+    parser.add_argument("--until", type=float, metavar="SECONDS", help="start no row later than this after the start")
     parser.add_argument(
         "--compile-jobs", type=int, default=0, metavar="N", help="first compile the compiled rows in N processes"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--commit", help="commit of the code, if git does not know it")
     return parser.parse_args(arguments)
 
 

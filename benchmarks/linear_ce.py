@@ -53,7 +53,7 @@ def parse(
     """
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--framework", required=framework is None, default=framework, choices=("torch", "jax"))
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the benchmark out")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: only to try it out")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V; or {GRID}")
     parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(ALL_MODES)}")
     parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
@@ -64,7 +64,7 @@ def parse(
         "--seconds", type=float, default=usual.seconds, help="seconds for the pairs of one row (default %(default)s)"
     )
     parser.add_argument(
-        "--pairs", type=int, default=usual.min_pairs, help="least number of pairs, however long they take (%(default)s)"
+        "--pairs", type=int, default=usual.min_pairs, help="minimum number of pairs, even if slow (%(default)s)"
     )
     parser.add_argument(
         "--warmup",

@@ -244,14 +244,15 @@ def collectives(seconds: float, file: ResultFile) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_model", description=__doc__, formatter_class=raw)
     parser.add_argument("command", choices=("compute", "collectives", "predict"))
     parser.add_argument("--json", type=Path, required=True, help="file of rows, added to, or read by predict")
     parser.add_argument("--measured", type=Path, help="predict: rows of benchmarks.scale_out")
     parser.add_argument("--shapes", nargs="+", default=["llama3-8b", "qwen2.5-0.5b", "gemma2-2b"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--seconds", type=float, default=0.2, help="of a block of calls")
-    parser.add_argument("--commit", default=None, help="of the code, where git cannot tell")
+    parser.add_argument("--commit", default=None, help="commit of the code, if git does not know it")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.shapes if name not in SHAPES]
     if unknown:

@@ -144,7 +144,8 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_out", description=__doc__, formatter_class=raw)
     parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=2, help="k")
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel on the first GPU")
     parser.add_argument("--every-gpu", action="store_true", help="measure the call of the one GPU on each GPU too")
     parser.add_argument("--json", type=Path, help="file of rows, added to")
-    parser.add_argument("--commit", default=None, help="of the code, where git cannot tell")
+    parser.add_argument("--commit", default=None, help="commit of the code, if git does not know it")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.shapes if name not in SHAPES]
     if unknown:

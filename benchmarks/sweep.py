@@ -34,7 +34,7 @@ CHOICES = tuple(name for name in results.CHOICES if name != "chunk_cost.py")
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__)
     parser.add_argument("--framework", required=True, choices=tuple(METHODS))
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the command out")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: only to try it out")
     parser.add_argument("--shapes", nargs="+", required=True, metavar="NAME", help=f"as linear_ce has them, or {GRID}")
     parser.add_argument("--modes", nargs="+", default=GRID_MODES, choices=tuple(SWEPT), metavar="NAME")
     parser.add_argument("--rows", nargs="+", type=int, metavar="ROWS", help="of a chunk; default: the most promising")

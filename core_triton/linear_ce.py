@@ -170,22 +170,21 @@ def linear_cross_entropy(
             number of accumulation steps, but pass the number of tokens of all steps as normalizer, or use token_weight.
             Every forward pass with gradients enabled must be followed by one backward pass.
 
-            With reduction "none" each backward pass adds the gradient, for any upstream gradient, and for whichever
-            inputs it is asked. Use it, and sum, if the upstream gradient is not 1 (`torch.amp.GradScaler`), or within
+            With reduction "none" each backward pass adds the gradient, for any upstream gradient and any requested
+            inputs. Use it, and sum the losses, if the upstream gradient is not 1 (`torch.amp.GradScaler`), or within
             activation checkpointing, which would run the forward pass twice.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
-            input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
-            and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
-            "none", log-probabilities). A weight is off by at most 2**-17 of its value, in place of 2**-8. d_weight is
-            float32 in both cases.
-        batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
-            bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
-            range, nor on memory_budget. The order of sums is then fixed, which takes longer where d_input has few tiles
-            (`explain` tells). With "mean" it holds for the same denominator: pass a normalizer. d_weight is a sum over
-            tokens. It needs the kernels, a bfloat16 input, label_smoothing 0 and saved_budget 0; and for the gradient
-            of input compute capability 8.x or 9.0 and a bfloat16 linear_weight whose rows start at multiples of 16
-            bytes. Results of another GPU, of another version or of another engine's head may differ in their last
-            bits.
+            input, splits it into the sum of two bfloat16 matrices, which hold 16 bits of each weight. The logits and
+            d_input take two matmuls each, so a call takes five instead of three, or seven if the logits are computed
+            twice (reduction "none", log-probabilities). The relative error of a weight is at most 2**-17, in place of
+            2**-8. d_weight is float32 in both cases.
+        batch_invariant: whether the loss, lse and d_input of a token must be bit-for-bit independent of the other
+            tokens of the call (their number, order, values and range of logits) and of memory_budget. The order of sums
+            is then fixed, which takes longer if d_input has few tiles (`explain` shows this). With "mean" it holds for
+            the same denominator: pass a normalizer. d_weight is a sum over tokens. It needs the kernels, a bfloat16
+            input, label_smoothing 0 and saved_budget 0; and for the gradient of input compute capability 8.x or 9.0 and
+            a bfloat16 linear_weight whose rows start at multiples of 16 bytes. Results of another GPU, of another
+            version or of another engine's head may differ in their last bits.
         vocab_group: process group whose ranks have the same tokens and different classes. linear_weight and linear_bias
             are this rank's shard: the same number of rows on all ranks, or vocab_size classes divided as `torch.chunk`
             divides them. vocab_size is the number of all classes, and without it all rows are classes. input, target,
@@ -195,26 +194,27 @@ def linear_cross_entropy(
             kernels, and otherwise four. saved_budget is bytes of each rank, the same on all, which keeps the
             exponentials of its classes and the whole gradient of input. With batch_invariant the ranks add d_input in
             their order, which is not done beside a matmul, and the bits depend on the number of ranks.
-        token_group: process group whose ranks have different tokens, as many or not. The mean of the losses of its
-            ranks is the loss of all their tokens, and the mean of their gradients is its gradient, so
+        token_group: process group whose ranks have different tokens. Their numbers of tokens may differ. The mean of
+            the losses of its ranks is the loss of all their tokens, and the mean of their gradients is its gradient, so
             `DistributedDataParallel` and FSDP2, which take means, compute the global gradient. With reduction "mean"
             each rank divides by the number of counted tokens of all ranks (or by their class weights, or by
             normalizer), divided by the number of ranks. A rank may have no counted token. Statistics are those of the
             tokens of a rank. Reduction "none" is an error.
-        reduce_dtype: torch.float32 or torch.bfloat16, of the sum of the gradient of input over vocab_group. bfloat16
-            takes half of the bytes and rounds each part.
+        reduce_dtype: torch.float32 or torch.bfloat16, in which the gradient of input is summed over vocab_group.
+            bfloat16 sends half of the bytes and rounds each part.
         check_agreement: the ranks of a group compare shapes and options at each call, and raise if they differ. The
             first three calls of a group do it in any case, in eager mode. Ranks that differ later wait for each other
             until the timeout of the group.
-        gather: "tokens" or "head", what a call gathers whose ranks share neither, or None. input and linear_weight are
-            then DTensors that are sharded on the same dimension of a mesh, on tokens and on classes. None gathers what
-            is less: the tokens if all ranks together have fewer than K. With "head" input may be a plain Tensor of this
-            rank's tokens, as in FSDP2, which takes the mean of the ranks' gradients.
-        sequence_parallel: the ranks of vocab_group have different tokens, as many on each. All ranks return the loss of
-            all of these, or for reduction "none" the losses of a rank's tokens. The gradient of input is that of these.
-            The three matmuls for a 16-bit input gather the tokens chunk by chunk, within memory_budget. All other calls
-            gather them at once, (ranks N, D), and so do calls with batch_invariant, with saved_budget or whose
-            memory_budget holds no such chunk.
+        gather: "tokens" or "head": what ranks with different tokens and different classes gather. input and
+            linear_weight are then DTensors that are sharded on the same dimension of a mesh, on tokens and on classes.
+            None gathers whichever is smaller: the tokens if all ranks together have fewer tokens than classes. With
+            "head" input may be a plain Tensor of this rank's tokens, as in FSDP2, which takes the mean of the ranks'
+            gradients.
+        sequence_parallel: the ranks of vocab_group have different tokens, the same number on each. All ranks return the
+            loss of all of these, or for reduction "none" the losses of a rank's tokens. The gradient of input is that
+            of these. The three matmuls for a 16-bit input gather the tokens chunk by chunk, within memory_budget. All
+            other calls gather them at once, (ranks N, D), and so do calls with batch_invariant, with saved_budget or
+            whose memory_budget holds no such chunk.
 
     input, linear_weight, linear_bias, target, token_weight and normalizer may be DTensors of one mesh. On a dimension
     of the mesh where linear_weight is Shard(0) and input Replicate, ranks have the same tokens and different classes,
@@ -293,7 +293,7 @@ def linear_cross_entropy_with_stats(
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
     Args:
-        input: as all other arguments, see `linear_cross_entropy`.
+        input: for this and all other arguments, see `linear_cross_entropy`.
 
     Returns:
         The loss and `LossStats`. Only the loss has a gradient.
@@ -362,12 +362,12 @@ def linear_log_probs(
 
     Args:
         grad_into: (V, D) float32 buffer, contiguous. Each backward pass adds the gradient of linear_weight to it.
-        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
-            gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
-            It must be 0 with grad_into, with head_precision "float32" and with batch_invariant.
-        batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
-            gradient of entropy or lse is then an error in the backward pass.
-        input: as all other arguments, see `linear_cross_entropy`.
+        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if entropy
+            and lse get no gradient. Otherwise they are not used, and the call takes one matmul more than with 0. It
+            must be 0 with grad_into, with head_precision "float32" and with batch_invariant.
+        batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of log_prob with respect to
+            input. A gradient of entropy or lse is then an error in the backward pass.
+        input: for this and all other arguments, see `linear_cross_entropy`.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -425,7 +425,7 @@ def linear_token_loss(
     gather: Gather | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
+    r"""A loss that is your function of each target's log-probability, in three matmuls like the cross-entropy.
 
     .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots) \quad \text{or} \quad
         \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, H_i, u_{i1}, u_{i2}, \ldots)
@@ -443,8 +443,8 @@ def linear_token_loss(
     Args:
         token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss of PyTorch operations.
             It takes and returns float32 tensors of shape (n,). It is called for some rows at a time, in any order, so
-            the loss of a row must depend on that row only: `check_token_loss` finds out. log_prob is never above 0. A
-            tensor that the function closes over and that requires grad is an error, except with reduction "none",
+            the loss of a row must depend on that row only, which `check_token_loss` checks. log_prob is never above 0.
+            A tensor that the function closes over and that requires grad is an error, except with reduction "none",
             where it gets its gradient. For float16 inputs the derivative should be of order 1e-4 to 1e4, because the
             gradients are stored before the upstream gradient is known. Under torch.compile a named loss is part of the
             graph. Any other function breaks the graph.
@@ -455,7 +455,7 @@ def linear_token_loss(
             `token_losses`, which takes the entropy if it has an entropy_weight.
         reduction: "mean", "sum" or "none".
         memory_budget: bytes of workspace besides inputs, gradients and what token_loss allocates; None is 512 MiB.
-        input: as all other arguments, see `linear_cross_entropy`.
+        input: for this and all other arguments, see `linear_cross_entropy`.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). Rows that do not contribute have no effect, even if
@@ -524,7 +524,7 @@ def linear_token_loss_with_stats(
     Args:
         stats: the names of the fields of `TokenStats` to compute. log_prob and lse cost nothing. Each of the others
             takes a few instructions for each logit.
-        input: as all other arguments, see `linear_token_loss`.
+        input: for this and all other arguments, see `linear_token_loss`.
 
     Returns:
         The loss and `TokenStats`. Only the loss has a gradient.
@@ -587,12 +587,12 @@ def _token_loss(
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
-    """Raises if a target is neither a class nor `ignore_index`; reads the tensor, so it waits for the device.
+    """Raises an error if a target is neither a class nor `ignore_index`. It waits for the device, to read the tensor.
 
     Args:
         target: (...,) integer.
         vocab_size: number of classes.
-        ignore_index: the one value outside [0, vocab_size) that is admitted.
+        ignore_index: the only value outside [0, vocab_size) that is allowed.
 
     Raises:
         ValueError: names how many there are, and the first positions with their values.
@@ -612,7 +612,7 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
 
 
 def check_token_loss(token_loss: TokenLoss, *per_token: Tensor, with_entropy: bool = False) -> None:
-    """Raises if a token loss is not elementwise; reads its values, so it waits for the device.
+    """Raises an error if a token loss is not elementwise. It waits for the device, to read the values.
 
     `linear_token_loss` calls the function with some tokens at a time, in any order, and checks only the shape and dtype
     of the result. This function calls it with all tokens, with some of them in another order, and with other numbers in
@@ -620,8 +620,8 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor, with_entropy: bo
 
     Args:
         token_loss: as in `linear_token_loss`.
-        per_token: (...) each, the values to try, of two tokens or more. The log-probabilities, and the entropies, are
-            made up. Without per_token there are 64 tokens.
+        per_token: (...) each, the values to try, of two tokens or more. The log-probabilities and the entropies are
+            generated. Without per_token there are 64 tokens.
         with_entropy: as in `linear_token_loss`.
 
     Raises:
@@ -672,9 +672,9 @@ def explain(
     vocab_group: "dist.ProcessGroup | None" = None,
     sequence_parallel: bool = False,
 ) -> Explanation:
-    """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
+    """Returns the implementation that a call with these arrays runs, and why. Printing it shows the plan of the call.
 
-    In a function that torch.compile traces it is an `Implementation`: the name and why, and no plan.
+    Under torch.compile it returns an `Implementation`: the name and the reason, without the plan.
 
     Args:
         input: (..., D).
@@ -683,19 +683,19 @@ def explain(
         reduction: as given to the call. For log-probabilities, pass "none".
         label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation: as given to the call.
         grad_into, head_precision, batch_invariant: as given to the call.
-        with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
-            of the entropy of `linear_log_probs`. A backward pass of `linear_log_probs` may need that gradient, so its
-            forward pass raises for the same memory_budget as this function with with_entropy. A token loss with
-            reduction "mean" or "sum" needs some bytes more for each token.
+        with_entropy: whether the call is `linear_token_loss` with a token_loss that takes the entropy, or
+            `linear_log_probs` with a gradient of the entropy. The backward pass of `linear_log_probs` may need that
+            gradient, so its forward pass raises an error for the same memory_budget as this function with with_entropy.
+            A token loss with reduction "mean" or "sum" needs a few more bytes for each token.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
         vocab_group: as given to the call. linear_weight and grad_into are this rank's shard.
         sequence_parallel: as given to the call. input has this rank's tokens.
 
     Raises:
-        TypeError: a dtype that is not admitted.
-        ValueError: a shape or an option; `implementation` is no implementation, or cannot run on input's device;
-            memory_budget cannot hold the smallest chunk; `device` is no name of a GPU.
+        TypeError: a dtype that is not supported.
+        ValueError: a shape or an option; `implementation` is unknown, or cannot run on input's device; memory_budget
+            cannot hold the smallest chunk; `device` is not one of these names.
 
     Example:
         >>> import torch

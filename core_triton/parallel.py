@@ -23,7 +23,7 @@ class VocabParallel(ParallelStyle):
         use_local_output: return a plain Tensor in place of a DTensor.
 
     Raises:
-        TypeError: the module is no `LinearCrossEntropy`.
+        TypeError: the module is not a `LinearCrossEntropy`.
 
     Example:
         >>> import torch, core_triton

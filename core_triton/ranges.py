@@ -69,14 +69,14 @@ def current() -> RangeReport | None:
 
 @contextmanager
 def range_report() -> Iterator[RangeReport]:
-    """Reports how many rows left the range that their scaled exponentials were placed in, of the calls in a block.
+    """Counts the rows whose scaled exponentials left their range, in the calls of a `with` block.
 
     The kernels of 16-bit inputs store the exponentials of each row relative to a reference, which they estimate. Rows
     far from it take more time, and results are the same. The share of such rows is a property of the data, so it tells
     whether the time of a call was typical. A call in the block is not replayed (`replay.py`), so it takes more host
     time, but it does not wait for the device. Calls with another plan ("recompute", "chunked") add nothing. With
     reduction "none" and for log-probabilities, a block is counted in the forward pass and again in the backward pass,
-    if both store or sum scaled exponentials. Calls in a block within another one are part of both reports.
+    if both store or sum scaled exponentials. Calls in a nested block are counted in both reports.
 
     Example:
         >>> import torch

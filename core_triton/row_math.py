@@ -56,7 +56,7 @@ class RowStatistics(NamedTuple):
 
 class TokenStats(NamedTuple):
     """Statistics of the distribution of each token that `linear_token_loss_with_stats` returns besides the loss, (...)
-    float32 unless noted; None for those that were not asked for. None of it has a gradient.
+    float32 unless noted; None for those that were not requested. None of it has a gradient.
 
     Rows that do not contribute (ignored, or with token_weight 0) have 0.
     """

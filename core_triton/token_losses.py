@@ -75,10 +75,10 @@ def reinforce(beta: float = 0.0, kl: str = "k3", *, entropy_weight: float = 0.0)
     Args:
         beta: factor of the KL divergence from the reference policy, not negative.
         kl: its estimate from one sample: "k1", "k2" or "k3".
-        entropy_weight: of the entropy bonus of this module.
+        entropy_weight: factor on the entropy, which is subtracted from the loss; 0: no entropy.
 
     Raises:
-        TypeError, ValueError: an argument is not such a number, or not such an estimate.
+        TypeError, ValueError: an argument is not a number or is out of range, or kl is unknown.
 
     Source:
         Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
@@ -98,10 +98,11 @@ def ppo_clip(epsilon_low: float = 0.2, epsilon_high: float = 0.2, *, entropy_wei
     Args:
         epsilon_low: how far below 1 the ratio is clipped, not negative.
         epsilon_high: how far above 1. DAPO uses 0.28.
-        entropy_weight: of the entropy bonus of this module. The paper's equation (9) has one.
+        entropy_weight: factor on the entropy, which is subtracted from the loss, as in the paper's equation (9); 0: no
+            entropy.
 
     Raises:
-        TypeError, ValueError: an argument is not such a number.
+        TypeError, ValueError: an argument is not a number or is out of range.
 
     Source:
         Schulman et al., "Proximal policy optimization algorithms", 2017, arXiv:1707.06347, equation (7). Two bounds:
@@ -126,12 +127,12 @@ def grpo(
     per_token: advantage, old_log_prob, and ref_log_prob if beta is not 0.
 
     Args:
-        epsilon_low, epsilon_high: of `ppo_clip`.
-        beta, kl: of `reinforce`.
-        entropy_weight: of the entropy bonus of this module.
+        epsilon_low, epsilon_high: see `ppo_clip`.
+        beta, kl: see `reinforce`.
+        entropy_weight: factor on the entropy, which is subtracted from the loss; 0: no entropy.
 
     Raises:
-        TypeError, ValueError: an argument is not such a number, or not such an estimate.
+        TypeError, ValueError: an argument is not a number or is out of range, or kl is unknown.
 
     Source:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300, section 4.1.
@@ -153,10 +154,10 @@ def cispo(epsilon_low: float = 1.0, epsilon_high: float = 0.28, *, entropy_weigh
         epsilon_low: how far below 1 the weight is clipped, not negative. The default, 1, is no lower bound, as in the
             paper.
         epsilon_high: how far above 1. The paper tunes it and gives no value; the default is DAPO's.
-        entropy_weight: of the entropy bonus of this module.
+        entropy_weight: factor on the entropy, which is subtracted from the loss; 0: no entropy.
 
     Raises:
-        TypeError, ValueError: an argument is not such a number.
+        TypeError, ValueError: an argument is not a number or is out of range.
 
     Source:
         MiniMax, "MiniMax-M1", 2025, arXiv:2506.13585, section 3.1.

@@ -115,8 +115,8 @@ def linear_cross_entropy(
     - Several devices: call `jax_pallas.sharded.linear_cross_entropy`, or call the function within `jax.shard_map`, on
       the tokens of each device. If the mesh has explicit axes, the function reads from the types of its arrays how they
       are divided and does the former. The compiler cannot divide the loops and kernels among devices. So any other
-      program for several devices is refused where it is compiled, unless `replicated` is True or "chunked" runs in one
-      chunk.
+      program for several devices raises an error when it is compiled, unless `replicated` is True or "chunked" runs in
+      one chunk.
     - `jax.lax.scan` over micro-batches: differentiate within its body, or under `jax.checkpoint`. Otherwise the head's
       gradient of each micro-batch is saved.
     - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A
@@ -153,11 +153,11 @@ def linear_cross_entropy(
             matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
             with grad_into and with head_precision "float32". "chunked" saves rows of any other call. The kernels save
             rows of a 16-bit input and a linear_weight of its dtype without label smoothing: "mosaic" if D is a multiple
-            of 64, "pallas_triton" if V is a multiple of 64 without padding. Where devices divide the vocabulary, it is
-            the rows of a shard that must be a multiple of 64, and where they divide the tokens, "mosaic" needs a
-            multiple of 8 for vocab_axis 0. Other calls raise an error that names the reason. Under `jax.vmap` the
-            budget is that of one element of the batch. The implementation is chosen where the call is traced: a program
-            that is lowered for a platform with another one raises an error, unless it is named.
+            of 64, "pallas_triton" if V is a multiple of 64 without padding. If devices divide the vocabulary, the rows
+            of a shard must be a multiple of 64. If they divide the tokens, "mosaic" needs a multiple of 8 for
+            vocab_axis 0. Other calls raise an error that names the reason. Under `jax.vmap` the budget is that of one
+            element of the batch. The implementation is chosen where the call is traced: a program that is lowered for a
+            platform with another one raises an error, unless it is named.
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
@@ -304,7 +304,7 @@ def linear_cross_entropy_with_stats(
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
     Args:
-        input: as all other arguments, see `linear_cross_entropy`.
+        input: for this and all other arguments, see `linear_cross_entropy`.
 
     Returns:
         The loss and `LossStats`. Only the loss has a gradient. With grad_into and reduction "mean" or "sum",
@@ -381,12 +381,12 @@ def linear_log_probs(
     Args:
         grad_into: linear_weight's shape, float32. The gradient by it is grad_into + the gradient of linear_weight, as
             for `linear_cross_entropy` with reduction "none".
-        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
-            gradient of entropy or lse arrives. Otherwise it is not used, and the call takes a matmul more than with 0.
-            It must be 0 with grad_into and with head_precision "float32".
-        batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of input by log_prob. A
-            gradient of entropy or lse is then an error.
-        input: as all other arguments, see `linear_cross_entropy`.
+        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if entropy
+            and lse get no gradient. Otherwise they are not used, and the call takes one matmul more than with 0. It
+            must be 0 with grad_into and with head_precision "float32".
+        batch_invariant: as for `linear_cross_entropy`, for log_prob, lse and the gradient of log_prob with respect to
+            input. A gradient of entropy or lse is then an error.
+        input: for this and all other arguments, see `linear_cross_entropy`.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -451,7 +451,7 @@ def linear_token_loss(
     reduce_dtype: DTypeLike = jnp.float32,
     replicated: bool = False,
 ) -> Array:
-    r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
+    r"""A loss that is your function of each target's log-probability, in three matmuls like the cross-entropy.
 
     .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots) \quad \text{or} \quad
         \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, H_i, u_{i1}, u_{i2}, \ldots)
@@ -485,7 +485,7 @@ def linear_token_loss(
             `token_losses`, a gradient of input or linear_weight is an error.
         memory_budget: bytes of workspace besides inputs, gradients and what token_loss computes for each token; None is
             512 MiB.
-        input: as all other arguments, see `linear_cross_entropy`.
+        input: for this and all other arguments, see `linear_cross_entropy`.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into and another reduction the pair (loss, sum).
@@ -560,7 +560,7 @@ def linear_token_loss_with_stats(
     Args:
         stats: the names of the fields of `TokenStats` to compute. log_prob and lse cost nothing. Each of the others
             takes a few instructions for each logit.
-        input: as all other arguments, see `linear_token_loss`.
+        input: for this and all other arguments, see `linear_token_loss`.
 
     Returns:
         The loss, or with grad_into and reduction "mean" or "sum" the pair (loss, sum), and `TokenStats`. Only the loss
@@ -643,12 +643,12 @@ def _token_loss(
 
 
 def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> None:
-    """Raises if a target is neither a class nor `ignore_index`; reads the tensor, so it waits for the device.
+    """Raises an error if a target is neither a class nor `ignore_index`. It waits for the device, to read the tensor.
 
     Args:
         target: (...,) integer.
         vocab_size: number of classes.
-        ignore_index: the one value outside [0, vocab_size) that is admitted.
+        ignore_index: the only value outside [0, vocab_size) that is allowed.
 
     Raises:
         TypeError: target is traced, and so has no values yet.
@@ -673,7 +673,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
 
 
 def check_token_loss(token_loss: Callable[..., Array], *per_token: Array, with_entropy: bool = False) -> None:
-    """Raises if a token loss is not elementwise. `linear_token_loss` makes the same check at each trace.
+    """Raises an error if a token loss is not elementwise. `linear_token_loss` makes the same check at each trace.
 
     The function is traced and not run, so no value is read.
 
@@ -716,7 +716,7 @@ def explain(
     device: str | None = None,
     vocab_axis_name: str | Sequence[str] | None = None,
 ) -> Explanation:
-    """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
+    """Returns the implementation that a call with these arrays runs, and why. Printing it shows the plan of the call.
 
     Unless `implementation` names one, the choice depends on the device, which jit determines only when it lowers the
     call. For arrays that are traced or have no device, the answer is for the device of the mesh, or the default device.
@@ -740,10 +740,9 @@ def explain(
             rows count as classes: vocab_size is not used. Outside of `jax.shard_map` the plan is that of 8 devices.
 
     Raises:
-        TypeError: a dtype that is not admitted.
-        ValueError: a shape or an option; `implementation` is no implementation, or cannot serve these shapes and
-            dtypes, or cannot run on `device`; memory_budget cannot hold the smallest chunk; `device` is no name of a
-            GPU.
+        TypeError: a dtype that is not supported.
+        ValueError: a shape or an option; `implementation` is unknown, or cannot serve these shapes and dtypes, or
+            cannot run on `device`; memory_budget cannot hold the smallest chunk; `device` is not one of these names.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""`python -m linear_ce`, or `linear-ce`: what the loss runs on this machine, and a check against the reference."""
+"""`python -m linear_ce`, or `linear-ce`: shows what the loss runs on this machine, and checks it against the reference.
+
+Without a command, it runs "doctor".
+"""
 
 import argparse
 import sys

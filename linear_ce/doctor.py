@@ -111,7 +111,7 @@ def torch_package() -> Package:
     elif torch.version.cuda is None:
         about += "no NVIDIA GPU: this build of PyTorch has no CUDA"
     else:
-        about += f"no NVIDIA GPU that CUDA {torch.version.cuda} finds"
+        about += f"no NVIDIA GPU found; PyTorch is built for CUDA {torch.version.cuda}"
 
     def explain() -> Any:
         n, d, v = SHAPE

@@ -69,16 +69,16 @@ def patch(model_or_class: Any = None, *, liger: bool = False, **options: Any) ->
 
     Args:
         model_or_class: a model, also one with adapters of peft; a class of models, for all its models; or None, for all
-            classes in transformers' mapping of causal language models. Patch a model before torch.compile,
-            DistributedDataParallel or a Trainer gets it. `fully_shard` and `deepspeed.initialize` may come before or
-            after.
+            classes in transformers' mapping of causal language models. Patch a model before you pass it to
+            torch.compile, DistributedDataParallel or a Trainer. `fully_shard` and `deepspeed.initialize` may come
+            before or after.
         liger: whether the model also gets the other kernels of liger-kernel, such as norms, rotary embeddings and MLPs,
             with Liger's own losses off. Only for a model. Liger has no way to undo this, so `unpatch` leaves them, and
             Liger also replaces functions that other models of the same type call.
         options: implementation, memory_budget, head_precision and batch_invariant of `linear_cross_entropy`.
 
     Returns:
-        An object for `with`, whose block ends with `unpatch(model_or_class)`.
+        A context manager that calls `unpatch(model_or_class)` at the end of its block.
 
     Raises:
         ImportError: liger-kernel is not installed.

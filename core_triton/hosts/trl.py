@@ -65,7 +65,7 @@ def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
             GRPOTrainer and RLOOTrainer its saved_budget, which holds for losses that take four matmuls without it.
 
     Returns:
-        An object for `with`, whose block ends with `unpatch(trainer_or_class)`.
+        A context manager that calls `unpatch(trainer_or_class)` at the end of its block.
 
     Raises:
         RuntimeError: a version of trl that was not tested, or something that is patched already.

@@ -40,7 +40,7 @@ def patch(**options: Any) -> Patch:
         options: implementation, memory_budget, saved_budget, head_precision and batch_invariant of `linear_log_probs`.
 
     Returns:
-        An object for `with`, whose block ends with `unpatch()`.
+        A context manager that calls `unpatch()` at the end of its block.
 
     Raises:
         RuntimeError: a version of verl that was not tested, or verl is patched already.

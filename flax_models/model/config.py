@@ -93,7 +93,7 @@ class ModelConfig:
     joint_query_key_norm: bool = False
     """Apply one norm to the queries of all heads, and one to the keys of all heads, before the rotation (OLMo 2)."""
     query_scalar: int | None = None
-    """Attention scores are divided by sqrt(query_scalar); none: by sqrt(head_dim) (Gemma 2)."""
+    """Attention scores are divided by sqrt(query_scalar); None: by sqrt(head_dim) (Gemma 2)."""
     attention_multiplier: float | None = None
     """Factor on the attention scores, used instead of query_scalar (Granite)."""
     rotary_pattern: tuple[bool, ...] = (True,)
@@ -101,7 +101,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     """Attention scores s become cap * tanh(s / cap) (Gemma 2)."""
     sliding_window: int | None = None
-    """Maximum number of positions that a layer with a window attends to, including its own; none: all earlier ones."""
+    """Maximum number of positions that a layer with a window attends to, including its own; None: all earlier ones."""
     window_pattern: tuple[bool, ...] = (True,)
     """Which layers have the window; the pattern repeats over the layers (Gemma 2: True False)."""
     logit_softcap: float | None = None
@@ -115,7 +115,7 @@ class ModelConfig:
     and all elementwise operations (norms, rotations, activations), so that only the outputs of matmuls with weights and
     of cuDNN attention are stored. full: each whole block."""
     attention_implementation: AttentionImplementation | None = None
-    """Attention implementation; none: cudnn where it is supported, else xla. cudnn requires an NVIDIA GPU, a 16-bit
+    """Attention implementation; None: cudnn where it is supported, else xla. cudnn requires an NVIDIA GPU, a 16-bit
     dtype, an even number of tokens, head_dim a multiple of 8 up to 256, no softcap, and the same window in every
     layer."""
 

@@ -19,7 +19,7 @@ class LoraConfig:
     lora_rank: int = 0
     """Rank of the adapter on each projection in --lora-targets; all other parameters are frozen. 0: no adapters."""
     lora_alpha: float | None = None
-    """The output of an adapter is multiplied by lora_alpha / lora_rank; none: 2 * lora_rank."""
+    """The output of an adapter is multiplied by lora_alpha / lora_rank; None: 2 * lora_rank."""
     lora_targets: tuple[Projection, ...] = typing.get_args(Projection)
     """Projections of every block that have an adapter."""
     lora_plus_ratio: float = 1.0

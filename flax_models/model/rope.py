@@ -44,9 +44,9 @@ class RopeScaling:
     rope_beta_slow: float = 1.0
     """yarn: frequencies with fewer rotations than this are divided by the factor."""
     rope_truncate: bool = True
-    """yarn: round the two bounds outwards to whole pairs."""
+    """yarn: whether to round the two bounds outwards to whole pairs."""
     rope_attention_factor: float | None = None
-    """yarn, longrope: factor on cosine and sine; none: the formula of the method's paper."""
+    """yarn, longrope: factor on cosine and sine; None: the formula of the method's paper."""
     rope_short_factor: tuple[float, ...] = ()
     """longrope: divisor of each frequency in sequences up to the original length."""
     rope_long_factor: tuple[float, ...] = ()

@@ -149,18 +149,18 @@ class RunConfig:
 
     config: ConfigName | None = "tiny"
     """Named config, which sets the defaults of all other options: tiny (three to six minutes on two cores), micro
-    (seconds), or the shape of a published model, for a large GPU; none: the shape of the model in --weights."""
+    (seconds), or the shape of a published model, for a large GPU; None: the shape of the model in --weights."""
     weights: Path | None = None
-    """Hugging Face folder whose weights and tokenizer the run starts from; none: random weights."""
+    """Hugging Face folder whose weights and tokenizer the run starts from; None: random weights."""
     tokenizer: Path | None = None
-    """Hugging Face folder whose tokenizer is used with random weights; none: train a tokenizer on the text."""
+    """Hugging Face folder whose tokenizer is used with random weights; None: train a tokenizer on the text."""
     ignore_config_fields: tuple[str, ...] = ()
     """Unknown fields in the config.json of --weights to ignore; they must not change what the model computes."""
     data: tuple[Path, ...] = ()
-    """Texts or dialogues: text files, JSON lines, or folders of them (docs/data.md); none: the Python standard
+    """Texts or dialogues: text files, JSON lines, or folders of them (docs/data.md); empty: the Python standard
     library's sources."""
     name: str | None = None
-    """Name of the run and of its folder in --runs; none: the name of the config or of --weights, with a number if it is
+    """Name of the run and of its folder in --runs; None: the name of the config or of --weights, with a number if it is
     already in use."""
     runs: Path = Path("runs")
     """Folder of all runs."""
@@ -169,9 +169,9 @@ class RunConfig:
     of an uninterrupted run; on a GPU, they are if both runs use XLA_FLAGS=--xla_gpu_deterministic_ops=true."""
     mesh: str | None = None
     """Sizes of the axes of the mesh, such as data=2,fsdp=2,tensor=1, whose product is the number of devices; the others
-    have size 1 (docs/scale.md); none: one device. With --resume, it may be another mesh than before."""
+    have size 1 (docs/scale.md); None: one device. With --resume, it may be another mesh than before."""
     coordinator: str | None = None
-    """HOST:PORT of process 0 of a run in several processes, with --process-count and --process-id; none: SLURM, Open
+    """HOST:PORT of process 0 of a run in several processes, with --process-count and --process-id; None: SLURM, Open
     MPI, Kubernetes or torchrun's variables say which processes there are, if there are several (docs/scale.md)."""
     process_count: int | None = None
     """Number of processes, with --coordinator."""

@@ -61,7 +61,7 @@ def head_cross_entropy(head: Any, input: Array, target: Array, **options: Any) -
     """`jax_pallas.linear_cross_entropy` of the logits of an output layer, without computing the logits.
 
     It is the loss of `optax.softmax_cross_entropy_with_integer_labels(head(input), target).mean()`, and so are its
-    gradients by the parameters of the head.
+    gradients with respect to the parameters of the head.
 
     Args:
         head: the output layer, or the embedding that the logits are tied to: see the table of `jax_pallas.hosts.heads`.
