@@ -1,6 +1,7 @@
 """The documentation site, as far as it can be checked without building it: `make docs` does that."""
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def constant(name: str) -> Any:
     [value] = [
         node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
     ]
-    return ast.literal_eval(value)
+    return ast.literal_eval(value.args[0] if isinstance(value, ast.Call) else value)  # the pattern of re.compile
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -31,3 +32,10 @@ def test_every_page_is_in_the_navigation_once() -> None:
     expected = {path.name for path in (ROOT / "docs").glob("*.md")} | set(added.values())
     expected |= {f"api/{package}.md" for package in constant("PACKAGES")}
     assert sorted(nav) == sorted(expected)
+
+
+def test_links_within_a_page_stay_links() -> None:
+    """The site shows links to folders of the repository as text."""
+    links = re.compile(constant("LINK_TO_FOLDER"))
+    assert links.search("[results](../benchmarks/results/h200)")
+    assert not links.search("[below](#several-devices)")
