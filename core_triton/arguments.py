@@ -165,9 +165,6 @@ def decide(
 _cached_decide = _cached(decide, 4096)
 
 
-NO_GROUPS = Groups()
-
-
 class Call(NamedTuple):
     """One call, checked and flattened."""
 
@@ -191,8 +188,8 @@ def prepare(
     implementation: str | None,
     grad_into: Tensor | None,
     batch_invariant: bool,
-    saved_budget: int = 0,
-    groups: Groups = NO_GROUPS,
+    saved_budget: int,
+    groups: Groups,
 ) -> Call:
     """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()

@@ -251,12 +251,11 @@ def linear_cross_entropy(
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
-    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
-    spec = spec_of(reduction, *options)
-    given = linear_bias, weight, token_weight, normalizer
-    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    options = reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, weight, token_weight, normalizer
     groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
-    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
+    call = prepare(spec_of(*options), *arrays, *how)
     return _shaped(_loss(call, statistics=0).loss, target)
 
 
@@ -308,12 +307,11 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
-    spec = spec_of(reduction, *options)
-    given = linear_bias, weight, token_weight, normalizer
-    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    options = reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, weight, token_weight, normalizer
     groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
-    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
+    call = prepare(spec_of(*options), *arrays, *how)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
     assert lse is not None
@@ -321,11 +319,11 @@ def linear_cross_entropy_with_stats(
     assert top is not None
     leading = target.shape
     contributes = row_weight != 0
-    z_loss = row_weight * spec.z_loss_weight * lse.square()
+    z_loss = row_weight * z_loss_weight * lse.square()
     stats = LossStats(
         lse=lse.reshape(leading),
         target_logit=target_logit.reshape(leading),
-        z_loss=_shaped(z_loss if spec.reduction == "none" else z_loss.sum(), target),
+        z_loss=_shaped(z_loss if reduction == "none" else z_loss.sum(), target),
         accuracy=is_top1(row_weight, target_logit, top).sum() / contributes.sum().clamp(min=1),
         n_valid=(call.arrays.target != ignore_index).sum(),
     )
@@ -384,11 +382,11 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = spec_of("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    given = linear_bias, None, None, None
-    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    options = "none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, None, None
     groups = Groups(vocab_group, None, reduce_dtype, check_agreement, sequence_parallel)
-    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
+    call = prepare(spec_of(*options), *arrays, *how)
     call = gathered_tokens.of_all_tokens(call)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
@@ -482,10 +480,11 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36).
     """
-    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
-    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel),)
-    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
+    options = reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, token_weight, normalizer
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
+    how = memory_budget, implementation, grad_into, batch_invariant, 0, groups
+    return _token_loss(options, arrays, how, token_loss, per_token, NO_STATS, with_entropy=with_entropy)[0]
 
 
 @takes_dtensors
@@ -545,40 +544,38 @@ def linear_token_loss_with_stats(
     Source:
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
-    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
-    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel),)
-    wanted = check_stats(stats)
-    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
+    options = reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, token_weight, normalizer
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
+    how = memory_budget, implementation, grad_into, batch_invariant, 0, groups
+    return _token_loss(options, arrays, how, token_loss, per_token, check_stats(stats), with_entropy=with_entropy)
 
 
 def _token_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
+    options: tuple[Any, ...],
+    arrays: tuple[Any, ...],
+    how: tuple[Any, ...],
     token_loss: TokenLoss,
     per_token: tuple[Tensor, ...],
-    with_entropy: bool,
-    options: tuple[Any, ...],
     stats: tuple[bool, ...],
+    *,
+    with_entropy: bool,
 ) -> tuple[Tensor, TokenStats]:
+    """`options` are those of `spec_of`, `arrays` and then `how` the other arguments of `prepare`."""
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
     with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
-    arguments = input, linear_weight, target, token_loss, per_token, with_entropy, options, stats
     if torch.compiler.is_compiling() and not isinstance(token_loss, Named):
         from core_triton.compiling import call_between_graphs  # loads torch._dynamo
 
-        return call_between_graphs(_token_loss, *arguments)
-    reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, *how = rest
-    spec = spec_of(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    given = linear_bias, None, token_weight, normalizer
-    call = prepare(spec, input, linear_weight, target, *given, *how)
+        arguments = options, arrays, how, token_loss, per_token, stats
+        return call_between_graphs(_token_loss, *arguments, with_entropy=with_entropy)
+    call, target = prepare(spec_of(*options), *arrays, *how), arrays[2]
     flat = check_per_token(token_loss, per_token, target)
-    run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
+    reduce = call.spec.reduction != "none"
+    run = token_ops.token_loss if reduce else token_ops.token_loss_rows
     if call.options.rank_tokens:
-        reduce, statistics = reduction != "none", token_ops.statistics_of(stats, with_entropy)
+        statistics = token_ops.statistics_of(stats, with_entropy)
         vectors = reduce * token_hook.bytes_of(target.numel(), per_token, with_entropy=with_entropy)
         call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce, vectors=vectors)
     of_call = *call[1:4], token_loss, flat, stats

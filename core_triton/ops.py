@@ -8,7 +8,7 @@ mode, it is an operator of `operators.py`, which is one node of a graph.
     `log_probs`           plan C for log-probabilities
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 from core_triton import chunked, head_scatter, ranges, row_math
 from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
-from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
+from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights, grouped, kept
 from core_triton.head_scatter import HeadScatter
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, layout_of_input, plan_of
@@ -52,7 +52,7 @@ def loss_and_gradients(
     """
     if torch.compiler.is_compiling():
         found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
-        return _in_place(Losses, found, _losses_there(statistics=statistics, backward=not reduce))
+        return grouped(Losses, found, losses_there(statistics=statistics, backward=not reduce))
     call = arrays, weights, options, statistics, reduce, needs_grad, grad_into
     results: Any = LossAndGradients.apply(call, *arrays.differentiated())
     return Losses(*results)
@@ -148,13 +148,11 @@ class LossAndGradients(torch.autograd.Function):
             found, gradients, scales = run_loss_and_gradients(*call, head_scatter.offered())
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                results = torch.ops.linear_ce.loss_and_gradients(
-                    *arrays, *weights, *options, statistics, reduce, *needs_grad
-                )
-            there = _losses_there(statistics=statistics, backward=not reduce)
-            found = _in_place(Losses, results, there)
-            gradients = _in_place(Gradients, results[sum(there) :], needs_grad)
-            scales = results[-1] if arrays.input.dtype == torch.float16 else None
+                flat = *arrays, *weights, *options, statistics, reduce, *needs_grad
+                rest = iter(torch.ops.linear_ce.loss_and_gradients(*flat))
+            found = grouped(Losses, rest, losses_there(statistics=statistics, backward=not reduce))
+            gradients = grouped(Gradients, rest, needs_grad)
+            scales = next(rest, None)
         ctx.reduce, ctx.options = reduce, options
         ctx.save_for_backward(None if reduce else found.row_weight, *gradients, scales)
         _only_first_differentiable(ctx, found)
@@ -256,7 +254,7 @@ def _row_gradients(
     if is_eager(arrays) or grad_into is not None:
         return run_row_gradients(arrays, options, upstream, lse, needs_grad, grad_into)
     found = torch.ops.linear_ce.row_gradients(*arrays, *options, upstream, lse, *needs_grad)
-    return _in_place(Gradients, found, needs_grad)
+    return grouped(Gradients, found, needs_grad)
 
 
 def _gradients(
@@ -272,7 +270,7 @@ def _gradients(
     if is_eager(arrays) or grad_into is not None:
         return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad, grad_into)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
-    return _in_place(Gradients, found, needs_grad)
+    return grouped(Gradients, found, needs_grad)
 
 
 def log_prob_gradients(
@@ -313,7 +311,7 @@ def scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients:
     traced = any(one is not None and type(one) is not Tensor for one in saved) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
         found = torch.ops.linear_ce.scaled(*factors, *saved, memory_budget)
-        return _in_place(Gradients, found, [one is not None for one in saved])
+        return grouped(Gradients, found, [one is not None for one in saved])
     scale(saved, factors, saved, memory_budget)
     return saved
 
@@ -393,8 +391,8 @@ def run_loss_and_gradients(
         row_weight = compute_row_weights(arrays, weights, options)
         given: dict[str, Any] = {"statistics": statistics, "reduce": reduce, "grad_into": grad_into, "scatter": scatter}
         loss, found, gradients, scales = plan_a(arrays, options, row_weight, needs_grad, **given)
-        kept = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
-        return *kept, *gradients, scales
+        losses = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
+        return *losses, *gradients, scales
 
     key = "loss_and_gradients", needs_grad, statistics, reduce
     results = run() if scatter is not None else recorded(key, arrays, weights, options, run, [grad_into])
@@ -418,7 +416,7 @@ def plan_a(
     A hook that takes the entropies, where kernels store exponentials of 16 bits or nothing between the passes, is
     called between plan B and the backward pass of plan C.
     """
-    problem = _problem(
+    problem = make_problem(
         "entropy_loss_and_gradients" if statistics & D_ENTROPY else "loss_and_gradients",
         arrays,
         options,
@@ -446,7 +444,7 @@ def plan_a(
         of_rows = replace(problem, row_weight=hook.contributes)
         with library_settings(plan, arrays.input):
             gradients = chunked.gradients(
-                _tiles(plan), of_rows, plan.chunk_config, found.lse, coefficients, needs_grad, scales=pair
+                tiles_of(plan), of_rows, plan.chunk_config, found.lse, coefficients, needs_grad, scales=pair
             )
         loss = hook.loss.sum() if reduce else hook.loss
         return loss, found, gradients, scales
@@ -457,7 +455,7 @@ def plan_a(
             )
         else:
             loss, found, gradients = chunked.loss_and_gradients(
-                _tiles(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
+                tiles_of(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
             )
             loss = loss.sum() if reduce else loss
     return loss, found, gradients, scales
@@ -498,7 +496,7 @@ def plan_b(
     call, which are not run."""
     stage = stage_of_plan_b(statistics)
     problem = plan_passes(
-        lambda: _problem(stage, arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors),
+        lambda: make_problem(stage, arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors),
         *other_passes,
     )
     plan = plan_of(problem)
@@ -506,7 +504,7 @@ def plan_b(
         if plan.path == "scaled_exp":
             loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
         else:
-            loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config, statistics)
+            loss, found = chunked.losses(tiles_of(plan), problem, plan.chunk_config, statistics)
             loss = loss.sum() if reduce else loss
     return loss, found
 
@@ -522,7 +520,7 @@ def _backward_pass(
     is no backward pass."""
     if not any(needs_grad):
         return []
-    return [partial(_problem, "row_gradients", arrays, options, row_weight, needs_grad, entropy=entropy)]
+    return [partial(make_problem, "row_gradients", arrays, options, row_weight, needs_grad, entropy=entropy)]
 
 
 def compute_row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Tensor:
@@ -549,11 +547,10 @@ def compute_row_weights(arrays: Arrays, weights: TokenWeights, options: Options)
 def kept_losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: int, backward: bool) -> Losses:
     """Returns the results of a pass that are kept. The others are freed."""
     made = loss, row_weight, *(getattr(found, field) for field in Losses._fields[2:])
-    there = _losses_there(statistics=statistics, backward=backward)
-    return Losses(*(one if kept else None for one, kept in zip(made, there, strict=True)))  # pyright: ignore[reportArgumentType]
+    return kept(Losses, made, losses_there(statistics=statistics, backward=backward))
 
 
-def _losses_there(*, statistics: int, backward: bool) -> tuple[bool, ...]:
+def losses_there(*, statistics: int, backward: bool) -> tuple[bool, ...]:
     """Returns which of the `Losses` are not None. `backward`: the backward pass needs those of each row."""
     rows, top = bool(statistics & ~BY_ROW) or backward, bool(statistics & MAX)
     return True, rows, rows, top, top, *(bool(statistics & one) for one in (ARGMAX, ENTROPY, LOGIT_SUM, SQUARES))
@@ -633,7 +630,7 @@ def plan_c(
     grad_into: Tensor | None = None,
 ) -> Gradients:
     """Runs plan C's backward pass for losses of rows. Writes d_input to `d_input` if that is not None."""
-    problem = _problem("row_gradients", arrays, options, upstream, needs_grad, grad_into=grad_into)
+    problem = make_problem("row_gradients", arrays, options, upstream, needs_grad, grad_into=grad_into)
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
@@ -642,7 +639,7 @@ def plan_c(
         coefficients = row_math.loss_coefficients(
             problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
         )
-        return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad, d_input)
+        return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad, d_input)
 
 
 def run_gradients(
@@ -656,14 +653,14 @@ def run_gradients(
 ) -> Gradients:
     """Plan C's backward pass."""
     entropy = coefficients.beta is not None
-    problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=entropy, grad_into=grad_into)
+    problem = make_problem("gradients", arrays, options, row_weight, needs_grad, entropy=entropy, grad_into=grad_into)
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         coefficients = coefficients.map(Tensor.contiguous)
-        return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
+        return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
 
 
-def _problem(
+def make_problem(
     stage: Stage,
     arrays: Arrays,
     options: Options,
@@ -755,7 +752,7 @@ def device_of(device: torch.device, implementation: str) -> DeviceInfo:
     return DeviceInfo(device.type, *device_info(device))
 
 
-def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
+def tiles_of(plan: ExecutionPlan) -> chunked.Tiles:
     """Returns the functions that compute the tiles of a plan of `chunked`."""
     if plan.path == "chunked":
         return chunked.TORCH_TILES
@@ -781,19 +778,13 @@ def _modes() -> int:
 # Calls of operators, which return a list of the results that are not None.
 
 
-def _in_place(group: Any, found: Sequence[Tensor], there: Iterable[bool]) -> Any:
-    """Returns a group made of the next results in `found`, with None for the fields where `there` is False."""
-    rest = iter(found)
-    return group(*[next(rest) if one else None for one in there])
-
-
 def _dispatched_losses(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     found = torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
-    return _in_place(Losses, found, _losses_there(statistics=statistics, backward=any(needs_grad)))
+    return grouped(Losses, found, losses_there(statistics=statistics, backward=any(needs_grad)))
 
 
 def _dispatched_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     found = torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
-    return _in_place(LogProbs, found, (True, True, True, any(needs_grad)))
+    return grouped(LogProbs, found, (True, True, True, any(needs_grad)))

@@ -9,7 +9,7 @@ As in `ops.py`, a call is a `torch.autograd.Function` in eager mode, and an oper
 torch.compile. An operator takes named losses only (`token_losses.py`), because its arguments cannot hold a function.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from core_triton import ops, row_math, token_hook
 from core_triton.grad_into import AddsOnce
+from core_triton.groups import grouped, kept
 from core_triton.ops import Arrays, Factors, Losses, Options, TokenWeights
 from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics, TokenStats
@@ -68,7 +69,7 @@ def token_loss(
     call = TokenCall(arrays, weights, options, *of_tokens, grad_into)
     if torch.compiler.is_compiling():
         loss, *rest = dispatch(call)
-        return loss, _stats_in_place(stats, rest)
+        return loss, grouped(TokenStats, rest, stats)
     if any(call.needs_grad) or any(call.d_per_token):
         found: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
         return found[0], TokenStats(*found[1:])
@@ -119,13 +120,7 @@ def token_stats(
         assert found.max is not None
         top1 = row_math.is_top1(row_weight, found.target_logit, found.max)
     made = log_prob, found.entropy, found.lse, found.argmax, top1, found.mean_logit, found.sum_squared_probs
-    return TokenStats(*(one if kept else None for one, kept in zip(made, stats, strict=True)))
-
-
-def _stats_in_place(stats: Sequence[bool], found: Iterable[Tensor]) -> TokenStats:
-    """Returns these fields of the statistics, the next results in `found`."""
-    rest = iter(found)
-    return TokenStats(*(next(rest) if wanted else None for wanted in stats))
+    return kept(TokenStats, made, stats)
 
 
 def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
@@ -227,8 +222,7 @@ def _run(call: TokenCall) -> TokenLossResults:
     with torch._C._AutoDispatchBelowAutograd():
         loss, *rest = dispatch(call)
     saved = iter(rest)
-    stats = _stats_in_place(call.stats, saved)
-    gradients = Gradients(*(next(saved) if needed else None for needed in call.needs_grad))
+    stats, gradients = grouped(TokenStats, saved, call.stats), grouped(Gradients, saved, call.needs_grad)
     scales = next(saved) if any(call.needs_grad) and call.arrays.input.dtype == torch.float16 else None
     d_per_token = tuple(next(saved) if needed else None for needed in call.d_per_token)
     return TokenLossResults(loss, stats, gradients, scales, d_per_token)
