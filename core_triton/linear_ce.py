@@ -29,27 +29,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import gathered_tokens, ops, saved_ops, token_hook, token_ops
-from core_triton.arguments import (
-    Call,
-    Groups,
-    Implementation,
-    check_per_token,
-    choose,
-    decide,
-    of_vocab_group,
-    prepare,
-    spec_of,
-)
+from core_triton.arguments import Call, Groups, check_per_token, prepare, spec_of
 from core_triton.dtensors import Gather, takes_dtensors
-from core_triton.grad_into import check_grad_into
-from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
-from core_triton.problem import NeedsGrad, Problem
+from core_triton.explanation import Explanation, explained
 from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
-from core_triton.vocab_shard import VocabShard
-from linear_ce.gpus import gpu_named
-from linear_ce.spec import HeadPrecision, Reduction, check_flag, check_saved_budget
+from linear_ce.spec import HeadPrecision, Reduction
 from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 
@@ -74,20 +60,6 @@ class LogProbs(NamedTuple):
     log_prob: Tensor
     entropy: Tensor
     lse: Tensor
-
-
-class Explanation(Implementation):
-    """What `explain` returns: an `Implementation` with the plan of the call. `str` describes both in a few lines."""
-
-    plan: ExecutionPlan
-
-    def __new__(cls, name: str, reason: str, plan: ExecutionPlan) -> "Explanation":
-        self = super().__new__(cls, name, reason)
-        self.plan = plan
-        return self
-
-    def __str__(self) -> str:
-        return f"implementation: {self.name}, {self.reason}\n{self.plan}"
 
 
 @takes_dtensors
@@ -319,7 +291,7 @@ def linear_cross_entropy_with_stats(
     assert top is not None
     leading = target.shape
     contributes = row_weight != 0
-    z_loss = row_weight * z_loss_weight * lse.square()
+    z_loss = row_weight * call.spec.z_loss_weight * lse.square()
     stats = LossStats(
         lse=lse.reshape(leading),
         target_logit=target_logit.reshape(leading),
@@ -709,48 +681,22 @@ def explain(
         matmuls: logits, d_input, d_weight by PyTorch
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    gpu = None
-    if device is not None:
-        capability, multiprocessors, *_ = gpu_named(device)
-        gpu = DeviceInfo("cuda", capability, multiprocessors, device)
-    if torch.compiler.is_compiling():
-        return choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
-    spec = spec_of(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
-    rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
-    check_grad_into(grad_into, input, linear_weight, explains=True)
-    check_flag("with_entropy", with_entropy)
-    named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
-    infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
-    how = memory_budget, implementation, batch_invariant, saved_budget
-    group, rank, ranks, reduce_dtype = of_vocab_group(Groups(vocab_group))
-    found = decide(spec, input.device, infos, *how, rank, ranks, gpu)
-    classes, budget, saved_budget, name, offset, shard_rows = found
-    tokens = rows.numel() if sequence_parallel else 0
-    if tokens:
-        if not ranks:
-            raise ValueError("vocab_group must be a process group with sequence_parallel=True, got None")
-        rows = rows.new_empty(ranks * tokens)
-    shard = VocabShard(group, ranks, offset, shard_rows, reduce_dtype, tokens) if ranks else None
-    flat = input.reshape(-1, input.shape[-1])
-    of_shard: dict[str, Any] = {"vocab_offset": offset, "shard": shard, "grad_into": grad_into}
-    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, **of_shard)
-    needs_grad = NeedsGrad(gradients, gradients, False)
-    given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
-    check_saved_budget(saved_budget, reduction, **given)
-    asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
-    on = gpu or ops.device_of(input.device, name)
-    if gradients and reduction == "none":
-        plan = gathered_tokens.explained(
-            problem, lambda one: saved_ops.explained_plan(one, budget, saved_budget, name, needs_grad, on, **asked)
-        )
-    else:
-        stage: Stage = "statistics" if batch_invariant else "losses"
-        if gradients:
-            stage = "entropy_loss_and_gradients" if with_entropy else "loss_and_gradients"
-        plan = gathered_tokens.explained(
-            problem, lambda one: ops.plan_for(one, stage, budget, name, needs_grad, device=on, **asked)
-        )
-    return Explanation(*choose(input.device, implementation, gpu), plan)
+    options = reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision
+    return explained(
+        input,
+        linear_weight,
+        options,
+        implementation,
+        gradients=gradients,
+        memory_budget=memory_budget,
+        saved_budget=saved_budget,
+        grad_into=grad_into,
+        with_entropy=with_entropy,
+        batch_invariant=batch_invariant,
+        device=device,
+        vocab_group=vocab_group,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def _shaped(loss: Tensor, target: Tensor) -> Tensor:
