@@ -93,7 +93,7 @@ def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, An
     losses, statistics, gradients, scales = _plan_a((options, needs_grad), *arrays)
     if options.has_grad_into:
         totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
-    gradients, scales = _summed(options, gradients, scales, arrays)
+    gradients, scales = summed_over_devices(options, gradients, scales, arrays)
     return (options.devices.sum(losses.sum()), *statistics, *totals), (jax.tree.map(as_residual, gradients), scales)
 
 
@@ -189,7 +189,7 @@ def row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     else:
         of_rows = -upstream, d_entropy, jnp.zeros_like(lse)  # the loss is -log_prob
         gradients = _log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows)
-    return options.cotangents(_summed(options, gradients, None, arrays)[0])
+    return options.cotangents(summed_over_devices(options, gradients, None, arrays)[0])
 
 
 row_losses_rule.defvjp(row_losses_fwd, row_losses_bwd, symbolic_zeros=True)
@@ -224,7 +224,7 @@ def log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     else:
         of_rows = tuple(map(dense, cotangents))
         gradients = _log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows)
-    return options.cotangents(_summed(options, gradients, None, arrays)[0])
+    return options.cotangents(summed_over_devices(options, gradients, None, arrays)[0])
 
 
 def _log_prob_gradients(
@@ -234,7 +234,7 @@ def _log_prob_gradients(
     options, needs_grad = static
     used = jnp.stack([one != 0 for one in cotangents]).any(0)
     row_weight = jnp.where(used, options.named(arrays)["row_weight"], 0.0)
-    arrays = options.arrays(**options.named(arrays) | {"row_weight": row_weight})
+    arrays = options.replaced(arrays, row_weight=row_weight)
     problem = make_problem("gradients", options, arrays, needs_grad, entropy=True)
     coefficients = row_math.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
@@ -277,7 +277,7 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         rows, stats, gradients, scales = _token_plan_a((token, needs_grad, token_needs_grad), *arrays)
         if options.has_grad_into:
             totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
-        gradients, scales = _summed(options, gradients, scales, token.split(arrays)[0])
+        gradients, scales = summed_over_devices(options, gradients, scales, token.split(arrays)[0])
     else:
         of_call, per_token, closure = token.split(arrays)
         nll, found = losses_of_rows(options, *_unweighted(options, of_call))
@@ -354,8 +354,7 @@ def _token_needs_grad(per_token: Sequence[Any], closure: Sequence[Any]) -> Token
 def _unweighted(options: Options, arrays: Sequence[Array]) -> Any:
     """Returns the arrays of a call with row weights 1 in the rows that contribute: losses are then negative
     log-likelihoods."""
-    named = options.named(arrays)
-    return options.arrays(**named | {"row_weight": (named["row_weight"] != 0).astype(jnp.float32)})
+    return options.replaced(arrays, row_weight=(options.named(arrays)["row_weight"] != 0).astype(jnp.float32))
 
 
 def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
@@ -370,7 +369,7 @@ def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
     return loss, *_stats(token, jax.lax.stop_gradient(0.0 - nll), row_weight, found)
 
 
-def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays) -> tuple[Gradients, Any]:
+def summed_over_devices(options: Options, gradients: Gradients, scales: Any, arrays: Arrays) -> tuple[Gradients, Any]:
     """Returns gradients whose parts of linear_weight and linear_bias are sums over the devices that have different
     tokens, rounded to their dtypes afterwards, and the powers of two that all gradients carry.
 
@@ -535,7 +534,7 @@ def gradients_of_rows(
     logits once and stores exponentials in place of d_logits.
     """
     options, needs_grad = static
-    arrays = options.arrays(**options.named(arrays) | {"row_weight": upstream})
+    arrays = options.replaced(arrays, row_weight=upstream)
     problem = make_problem("row_gradients", options, arrays, needs_grad, lowering)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
@@ -570,7 +569,7 @@ def _gradients(
 def forward_problem(options: Options, arrays: Sequence[Array], lowering: Lowering | None = None) -> Problem:
     """Returns the problem of plan B. Where the backward pass adds to grad_into, plan B is that of a call without it."""
     if options.adds_in_backward:
-        arrays = options.arrays(**options.named(arrays) | {"grad_into": None})
+        arrays = options.replaced(arrays, grad_into=None)
     stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
     return make_problem(stage, options, arrays, NO_GRADIENTS, lowering, statistics=options.statistics)
 
@@ -599,8 +598,7 @@ def make_problem(
     Raises:
         ValueError: the call is lowered for several devices, to which XLA cannot distribute it.
     """
-    shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
-    problem = Problem(**options.named(arrays), **shared, devices=options.devices)
+    problem = Problem(**options.named(arrays), **options.of_problem())
     offset = vocab_shard.first_class(options.devices, problem.linear_weight.shape[options.vocab_axis])
     problem = replace(problem, vocab_offset=offset)
     implementation = implementation_of(options, arrays, lowering)
@@ -725,7 +723,7 @@ def operator_of_rows(name: str, rule: Any) -> Callable[..., Arrays]:
         return _unflattened(operator(options, *arrays), batch)
 
     operator = differentiable(name, rule, _by_batch(flattened))
-    return operator
+    return on_devices(operator, rule, _places)
 
 
 def _loss_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
@@ -783,8 +781,8 @@ loss_and_gradients = on_devices(
     _loss_and_gradients,
     _places,
 )
-row_losses = on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places)
-log_probs = on_devices(operator_of_rows("linear_ce_log_probs", log_probs_rule), log_probs_rule, _places)
+row_losses = operator_of_rows("linear_ce_row_losses", row_losses_rule)
+log_probs = operator_of_rows("linear_ce_log_probs", log_probs_rule)
 token_loss_and_gradients = on_devices(
     differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch), _token_loss, _places_of_token_loss
 )

@@ -183,7 +183,7 @@ ONE_FRAMEWORK_ONLY = {
         # The rules of operators in JAX, their problems and what else saved_ops.py takes from it.
         *("rule_of_arrays", "row_losses_rule", "row_losses_fwd", "row_losses_bwd", "log_probs_rule", "log_probs_fwd"),
         *("log_probs_bwd", "no_rows", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
-        *("implementation_of", "as_residual", "dense", "operator_of_rows"),
+        *("implementation_of", "as_residual", "dense", "operator_of_rows", "summed_over_devices"),
     },
     "plan.py": {"DeviceInfo", "shards_are_scaled"},  # in JAX, launch.py defines it; shards are chunked
     "problem.py": {
