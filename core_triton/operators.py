@@ -25,7 +25,10 @@ from core_triton.ops import (
     RowLogProbs,
     RowLosses,
     TokenWeights,
-    is_eager,
+    below_autograd,
+    dispatched_log_probs,
+    dispatched_loss_and_gradients,
+    dispatched_losses,
     kept_losses,
     run_gradients,
     run_log_probs,
@@ -40,7 +43,7 @@ from core_triton.saved_ops import (
     SavedCall,
     SavedLosses,
     SavedRowLosses,
-    dispatched,
+    dispatched_saved_losses,
     fake_saved_rows,
     run_saved_gradients,
     run_saved_losses,
@@ -51,8 +54,8 @@ from core_triton.token_ops import (
     TokenCall,
     TokenLossAndGradients,
     TokenLossResults,
-    dispatch,
     run_token_loss,
+    token_loss_below_autograd,
     token_stats,
     which_need_grad,
 )
@@ -148,37 +151,29 @@ def _gradients_fake(arrays: Arrays, needs_grad: NeedsGrad, **_: Any) -> Gradient
 def _loss_and_gradients_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
+    call = arrays, weights, options, statistics, reduce, needs_grad
     if any(arrays.needs_grad()):
-        call = arrays, weights, options, statistics, reduce, needs_grad, None
-        results: Any = LossAndGradients.apply(call, *arrays.differentiated())
+        results: Any = LossAndGradients.apply((*call, None), *arrays.differentiated())
         return Losses(*results), NOTHING_COMPUTED, None  # autograd has saved the gradients
-    if is_eager(arrays):  # called by a compiled function: another dispatch would take host time
-        return run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
+    return below_autograd(run_loss_and_gradients, dispatched_loss_and_gradients, *call)
 
 
 def _losses_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
+    call = arrays, weights, options, statistics, needs_grad
     if any(arrays.needs_grad()):
-        call = arrays, weights, options, statistics, needs_grad, None
-        results: Any = RowLosses.apply(call, *arrays.differentiated())
+        results: Any = RowLosses.apply((*call, None), *arrays.differentiated())
         return Losses(*results)
-    if is_eager(arrays):
-        return run_losses(arrays, weights, options, statistics, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
+    return below_autograd(run_losses, dispatched_losses, *call)
 
 
 def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+    call = arrays, options, needs_grad
     if any(arrays.needs_grad()):
-        results: Any = RowLogProbs.apply((arrays, options, needs_grad, None), *arrays.differentiated())
+        results: Any = RowLogProbs.apply((*call, None), *arrays.differentiated())
         return LogProbs(*results)
-    if is_eager(arrays):
-        return run_log_probs(arrays, options, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
+    return below_autograd(run_log_probs, dispatched_log_probs, *call)
 
 
 def _saved_losses_autograd(
@@ -188,9 +183,7 @@ def _saved_losses_autograd(
     if any(arrays.needs_grad()):
         results: Any = SavedRowLosses.apply(call, *arrays.differentiated())
         return SavedLosses(Losses(*results), NOTHING_SAVED)  # autograd has saved them
-    if is_eager(arrays):
-        return run_saved_losses(*call)
-    return dispatched(call)
+    return below_autograd(run_saved_losses, dispatched_saved_losses, *call)
 
 
 def _token_loss_autograd(
@@ -208,10 +201,7 @@ def _token_loss_autograd(
     if any(arrays.needs_grad()) or any(which_need_grad(per_token)):
         results: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
         return results
-    if is_eager(arrays):
-        return run_token_loss(call)
-    with torch._C._AutoDispatchBelowAutograd():
-        return tuple(dispatch(call))
+    return token_loss_below_autograd(call)
 
 
 def _flattened(function: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:

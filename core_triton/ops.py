@@ -11,7 +11,7 @@ mode, it is an operator of `operators.py`, which is one node of a graph.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from core_triton.token_hook import TokenHook
 from linear_ce.chunking import plan_passes
 from linear_ce.gpus import known_gpu
 from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, LSE, MAX, OF_LOGITS, SQUARES, planes
+
+T = TypeVar("T")
 
 OF_LOG_PROBS = LSE | ENTROPY | BY_ROW  # what `log_probs` computes, of `linear_ce.statistics`
 
@@ -72,7 +74,7 @@ def losses(
     `grad_into` the backward pass adds d_weight to it. With D_ENTROPY in `statistics` the entropy has a gradient too, of
     a loss that is only a negative log-likelihood."""
     if torch.compiler.is_compiling():
-        found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
+        found = dispatched_losses(arrays, weights, options, statistics, needs_grad)
     elif not any(needs_grad) and is_eager(arrays):
         return run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
     else:
@@ -108,7 +110,7 @@ def log_probs(arrays: Arrays, options: Options, *, grad_into: Tensor | None = No
     """Plan C's forward pass for log-probabilities."""
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
-        return _dispatched_log_probs(arrays, options, needs_grad)
+        return dispatched_log_probs(arrays, options, needs_grad)
     if not any(needs_grad) and is_eager(arrays):
         return run_log_probs(arrays, options, needs_grad)
     results: Any = RowLogProbs.apply((arrays, options, needs_grad, grad_into), *arrays.differentiated())
@@ -143,16 +145,10 @@ class LossAndGradients(torch.autograd.Function):
         ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, bool, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, weights, options, statistics, reduce, needs_grad, grad_into = call
+        given = arrays, weights, options, statistics, reduce, needs_grad
         ctx.adds = AddsOnce(grad_into)
-        if is_eager(arrays) or grad_into is not None:
-            found, gradients, scales = run_loss_and_gradients(*call, head_scatter.offered())
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                flat = *arrays, *weights, *options, statistics, reduce, *needs_grad
-                rest = iter(torch.ops.linear_ce.loss_and_gradients(*flat))
-            found = grouped(Losses, rest, losses_there(statistics=statistics, backward=not reduce))
-            gradients = grouped(Gradients, rest, needs_grad)
-            scales = next(rest, None)
+        run = partial(run_loss_and_gradients, grad_into=grad_into, scatter=head_scatter.offered())
+        found, gradients, scales = below_autograd(run, dispatched_loss_and_gradients, *given, grad_into=grad_into)
         ctx.reduce, ctx.options = reduce, options
         ctx.save_for_backward(None if reduce else found.row_weight, *gradients, scales)
         _only_first_differentiable(ctx, found)
@@ -176,13 +172,9 @@ class RowLosses(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, weights, options, statistics, needs_grad, grad_into = call
-        ctx.grad_into = grad_into
-        if is_eager(arrays) or grad_into is not None:
-            found = run_losses(arrays, weights, options, statistics, needs_grad)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
+        arrays, weights, options, statistics, needs_grad, ctx.grad_into = call
+        given = arrays, weights, options, statistics, needs_grad
+        found = below_autograd(run_losses, dispatched_losses, *given, grad_into=ctx.grad_into)
         ctx.options, entropy = options, found.entropy if statistics & D_ENTROPY else None
         ctx.save_for_backward(*arrays, found.row_weight, found.lse, entropy)
         _only_first_differentiable(ctx, found if entropy is None else found._replace(entropy=None))
@@ -208,14 +200,9 @@ class RowLogProbs(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, call: tuple[Arrays, Options, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, options, needs_grad, grad_into = call
-        ctx.grad_into = grad_into
-        if is_eager(arrays) or grad_into is not None:
-            found = run_log_probs(arrays, options, needs_grad)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                found = _dispatched_log_probs(arrays, options, needs_grad)
-        ctx.options = options
+        arrays, ctx.options, needs_grad, ctx.grad_into = call
+        given = arrays, ctx.options, needs_grad
+        found = below_autograd(run_log_probs, dispatched_log_probs, *given, grad_into=ctx.grad_into)
         ctx.save_for_backward(*arrays, found.entropy, found.lse, found.row_weight)
         if found.row_weight is not None:
             ctx.mark_non_differentiable(found.row_weight)
@@ -778,13 +765,33 @@ def _modes() -> int:
 # Calls of operators, which return a list of the results that are not None.
 
 
-def _dispatched_losses(
+def below_autograd(
+    run: Callable[..., T], dispatched: Callable[..., T], *call: Any, grad_into: Tensor | None = None
+) -> T:
+    """Returns run(*call), or where a dispatch mode is active dispatched(*call), which calls the operator. That takes
+    host time."""
+    if is_eager(call[0]) or grad_into is not None:
+        return run(*call)
+    with torch._C._AutoDispatchBelowAutograd():
+        return dispatched(*call)
+
+
+def dispatched_loss_and_gradients(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
+) -> tuple[Losses, Gradients, Tensor | None]:
+    flat = *arrays, *weights, *options, statistics, reduce, *needs_grad
+    rest = iter(torch.ops.linear_ce.loss_and_gradients(*flat))
+    losses = grouped(Losses, rest, losses_there(statistics=statistics, backward=not reduce))
+    return losses, grouped(Gradients, rest, needs_grad), next(rest, None)
+
+
+def dispatched_losses(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     found = torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
     return grouped(Losses, found, losses_there(statistics=statistics, backward=any(needs_grad)))
 
 
-def _dispatched_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+def dispatched_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     found = torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
     return grouped(LogProbs, found, (True, True, True, any(needs_grad)))

@@ -187,7 +187,7 @@ def check_saves(implementation: str, dtype: torch.dtype, label_smoothing: float)
 class SavedRowLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: SavedCall, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = run_saved_losses(*call) if ops.is_eager(call.arrays) else dispatched(call)
+        found = ops.below_autograd(run_saved_losses, dispatched_saved_losses, *call)
         ctx.options, ctx.needs_grad = call.options, call.needs_grad
         row_weight, lse, entropy = found.losses.row_weight, found.losses.lse, found.losses.entropy
         ctx.save_for_backward(*call.arrays, row_weight, lse, entropy, *found.saved)
@@ -218,7 +218,7 @@ class SavedRowLosses(torch.autograd.Function):
 
 def _apply(call: SavedCall) -> Losses:
     if torch.compiler.is_compiling():
-        return _parsed(call, torch.ops.linear_ce.saved_losses(*_flat(call))).losses
+        return dispatched_saved_losses(*call).losses
     results: Any = SavedRowLosses.apply(call, *call.arrays.differentiated())
     return Losses(*results)
 
@@ -348,22 +348,14 @@ def run_saved_gradients(
 # Calls of operators, which return a list of the results that are not None.
 
 
-def dispatched(call: SavedCall) -> SavedLosses:
-    """Calls the operator below autograd."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return _parsed(call, torch.ops.linear_ce.saved_losses(*_flat(call)))
-
-
-def _flat(call: SavedCall) -> tuple[Any, ...]:
-    arrays, weights, options, *rest, needs_grad = call
-    return *arrays, *weights, *options, *rest, *needs_grad
-
-
-def _parsed(call: SavedCall, found: list[Tensor]) -> SavedLosses:
-    there = ops.losses_there(statistics=call.statistics, backward=True)
+def dispatched_saved_losses(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
+) -> SavedLosses:
+    found = torch.ops.linear_ce.saved_losses(*arrays, *weights, *options, statistics, *needs_grad)
+    there = ops.losses_there(statistics=statistics, backward=True)
     losses, rest = grouped(Losses, found, there), found[sum(there) :]
     # Above autograd, which has saved them, the operator does not return the rows.
-    there = _saved_there(call.arrays, call.options, call.needs_grad) if rest else [False] * len(SavedRows._fields)
+    there = _saved_there(arrays, options, needs_grad) if rest else [False] * len(SavedRows._fields)
     return SavedLosses(losses, grouped(SavedRows, rest, there))
 
 
