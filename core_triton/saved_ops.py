@@ -173,7 +173,7 @@ def _made(needs_grad: NeedsGrad) -> NeedsGrad:
 
 
 def _packs(implementation: str, dtype: torch.dtype) -> bool:
-    """Whether the rows that are saved are packed: `scaled_exp.PackedRows`."""
+    """Whether the rows that are saved are packed: `packed_rows.PackedRows`."""
     return implementation != "chunked" and dtype != torch.float32
 
 
