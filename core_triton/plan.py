@@ -320,45 +320,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             plan = plan_passes(*(partial(make_plan, one) for one in keys))
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
-    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    of_call: dict[str, Any] = {"tokens": tokens, "memory_budget": key.memory_budget, "matmuls": matmuls_of(key)}
-    exchanged = 8 * EXCHANGED * (key.ranks + 1) if key.ranks else 0  # of this rank, of all ranks, and merged
     if key.implementation == "chunked":
-        chunks = choose_chunked(
-            tokens=tokens,
-            hidden=hidden,
-            classes=key.classes,
-            itemsize=x.itemsize,
-            weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
-            saves=key.stage == "saved_rows",
-            float16=x.dtype == "float16",
-            softcap=key.softcap,
-            entropy=key.entropy,
-            d_input=key.d_input,
-            d_weight=key.d_weight and key.stage != "saved_rows",
-            upcasts=x.dtype != "float32" and key.device.type != "cuda",
-            grad_into=key.grad_into,
-            splits_head=key.splits_head,
-            exchanged=exchanged,
-            budget=key.memory_budget,
-        )
-        return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **of_call)
-    if x.dtype == "float32":
-        chunks = choose_stored(
-            tokens=tokens,
-            hidden=hidden,
-            classes=key.classes,
-            stores=key.stage in ("loss_and_gradients", "saved_rows"),
-            d_input=key.d_input,
-            second=key.d_input or key.d_weight or key.d_bias,
-            copies_head=not w.gemm_compatible(),
-            copies_rows=not x.gemm_compatible(),
-            copied=key.copied_bytes,
-            exchanged=exchanged,
-            budget=key.memory_budget,
-        )
-        return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **of_call)
+        return _chunked_plan(key)
+    if key.input.dtype == "float32":
+        return _stored_plan(key)
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    of_call, exchanged = _of_call(key), _exchanged(key)
     capability, gpu = key.device.capability, key.device.gpu
     if key.implementation == "triton_sm80" and capability >= 90:
         # The times of these kernels, relative to those of memory, are about the same on a newer GPU as on an A100.
@@ -515,6 +482,60 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         budget=key.memory_budget,
     )
     return ExecutionPlan(key.implementation, "recompute", chunks, gpu, **of_call, **of_kernels)
+
+
+def _of_call(key: PlanKey) -> dict[str, Any]:
+    """Returns what every plan of a call has, by the names of `ExecutionPlan`."""
+    return {"tokens": key.input.shape[0], "memory_budget": key.memory_budget, "matmuls": matmuls_of(key)}
+
+
+def _exchanged(key: PlanKey) -> int:
+    """Returns the bytes of a row that the ranks of a vocabulary exchange: of this rank, of all ranks, and merged."""
+    return 8 * EXCHANGED * (key.ranks + 1) if key.ranks else 0
+
+
+def _chunked_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call without kernels."""
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    chunks = choose_chunked(
+        tokens=tokens,
+        hidden=hidden,
+        classes=key.classes,
+        itemsize=x.itemsize,
+        weight_itemsize=w.itemsize,
+        gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+        saves=key.stage == "saved_rows",
+        float16=x.dtype == "float16",
+        softcap=key.softcap,
+        entropy=key.entropy,
+        d_input=key.d_input,
+        d_weight=key.d_weight and key.stage != "saved_rows",
+        upcasts=x.dtype != "float32" and key.device.type != "cuda",
+        grad_into=key.grad_into,
+        splits_head=key.splits_head,
+        exchanged=_exchanged(key),
+        budget=key.memory_budget,
+    )
+    return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
+
+
+def _stored_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a float32 call: cuBLAS computes its logits, and kernels make two passes over them."""
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    chunks = choose_stored(
+        tokens=tokens,
+        hidden=hidden,
+        classes=key.classes,
+        stores=key.stage in ("loss_and_gradients", "saved_rows"),
+        d_input=key.d_input,
+        second=key.d_input or key.d_weight or key.d_bias,
+        copies_head=not w.gemm_compatible(),
+        copies_rows=not x.gemm_compatible(),
+        copied=key.copied_bytes,
+        exchanged=_exchanged(key),
+        budget=key.memory_budget,
+    )
+    return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **_of_call(key))
 
 
 def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str | None:

@@ -294,28 +294,10 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             plan = plan_passes(*(partial(make_plan, one) for one in keys))
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
-    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    of_call: dict[str, Any] = {"tokens": tokens, "memory_budget": key.memory_budget, "matmuls": matmuls_of(key)}
-    vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
     if key.implementation == "chunked":
-        chunks = choose_chunked(
-            tokens=tokens,
-            hidden=hidden,
-            classes=key.classes,
-            itemsize=x.itemsize,
-            weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
-            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
-            float16=x.dtype == "float16",
-            softcap=key.softcap,
-            entropy=key.entropy,
-            d_input=key.d_input,
-            d_weight=key.d_weight and key.stage != "saved_rows",
-            grad_into=key.grad_into,
-            splits_head=key.splits_head,
-            budget=key.memory_budget,
-        )
-        return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=casts_head, **of_call)
+        return _chunked_plan(key)
+    (tokens, hidden), x, w, of_call = key.input.shape, key.input, key.linear_weight, _of_call(key)
+    vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
     hopper = key.implementation == "mosaic"
     # The kernels of scaled exponentials split a head, and round shards. `recompute` rounds other heads.
     takes_head = not casts_head or key.splits_head or (key.shards > 0 and x.dtype == "bfloat16")
@@ -469,6 +451,34 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     )
     of_kernels |= {"casts_head": casts_head, "d_weight_kernel": d_weight_kernel}
     return ExecutionPlan(key.implementation, "recompute", chunks, key.device.gpu, **of_call, **of_kernels)
+
+
+def _of_call(key: PlanKey) -> dict[str, Any]:
+    """Returns what every plan of a call has, by the names of `ExecutionPlan`."""
+    return {"tokens": key.input.shape[0], "memory_budget": key.memory_budget, "matmuls": matmuls_of(key)}
+
+
+def _chunked_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call without kernels."""
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    chunks = choose_chunked(
+        tokens=tokens,
+        hidden=hidden,
+        classes=key.classes,
+        itemsize=x.itemsize,
+        weight_itemsize=w.itemsize,
+        gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+        saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
+        float16=x.dtype == "float16",
+        softcap=key.softcap,
+        entropy=key.entropy,
+        d_input=key.d_input,
+        d_weight=key.d_weight and key.stage != "saved_rows",
+        grad_into=key.grad_into,
+        splits_head=key.splits_head,
+        budget=key.memory_budget,
+    )
+    return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
 
 
 def why_unsaved(

@@ -217,7 +217,7 @@ def _residuals(arrays: Arrays, found: RowStatistics, saved: SavedRows, needs_gra
 def _of_upstream(options: Options, kept: Any, d_loss: Array) -> Any:
     """Returns the results of a backward rule for upstream gradients (N,) of the losses."""
     arrays, _, lse, saved, needs_grad = kept
-    factor = jnp.where(options.named(arrays)["row_weight"] != 0, d_loss, 0.0)
+    factor = jnp.where(options.row_weight(arrays) != 0, d_loss, 0.0)
     gradients = _saved_gradients((options, needs_grad), arrays, factor, lse, saved)
     return options.cotangents(ops.summed_over_devices(options, gradients, None, arrays)[0])
 
@@ -303,7 +303,7 @@ def _saved_gradients(
     d_head, d_others = NOTHING_COMPUTED, None
     if rows < tokens:
         others = _of_rows(options, arrays, slice(rows, None))
-        row_weight, of_others = options.named(others)["row_weight"], factor[rows:]
+        row_weight, of_others = options.row_weight(others), factor[rows:]
         upstream = jnp.where(of_others != 0, of_others * row_weight, 0.0)
         # The sum of all rows is sent if the head was gathered.
         unsent = replace(options, devices=options.devices._replace(gather=None)) if sends else options

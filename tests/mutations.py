@@ -1143,7 +1143,7 @@ SAVED_ROWS = (
     ),
     Mutation(
         "jax_pallas/saved_ops.py",
-        'factor = jnp.where(options.named(arrays)["row_weight"] != 0, d_loss, 0.0)',
+        "factor = jnp.where(options.row_weight(arrays) != 0, d_loss, 0.0)",
         "factor = d_loss",
         JAX_SAVED,
     ),
