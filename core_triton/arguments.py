@@ -115,7 +115,7 @@ class Groups(NamedTuple):
     token_group: Any = None  # a process group, or a tuple of several, all of whose ranks have different tokens
     reduce_dtype: torch.dtype = torch.float32
     check_agreement: bool = False
-    rank_tokens: int = 0  # see `groups.Options`
+    rank_tokens: int = 0  # `groups.Options.rank_tokens`, which `dtensors.py` passes as sequence_parallel
 
     def of_tokens(self) -> "tuple[dist.ProcessGroup, ...]":
         """Returns the groups of token_group."""
