@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from benchmarks.data import BETA, EPSILON_HIGH, EPSILON_LOW
-from benchmarks.methods import Method, UnavailableError, by_name, load
+from benchmarks.methods import Method, UnavailableError, by_name, load, our_loss
 from benchmarks.shapes import OBJECTIVES, Mode, Objective
 
 LossFn = Callable[..., Array]  # (input, linear_weight, target, *per_token)
@@ -24,31 +24,7 @@ def _floor(mode: Mode) -> LossFn:
 
 
 def _jax_pallas(implementation: str) -> Callable[[Mode], LossFn]:
-    def build(mode: Mode) -> LossFn:
-        module = load("jax_pallas.linear_ce")
-        if implementation not in load("jax_pallas.arguments").IMPLEMENTATIONS:
-            raise UnavailableError(f"jax_pallas has no implementation {implementation!r} yet")
-
-        objective = mode.objective
-        token_loss = load("jax_pallas.token_losses").grpo(EPSILON_LOW, EPSILON_HIGH, BETA, kl="k3")
-        options: dict[str, Any] = {
-            "logit_scale": objective.logit_scale,
-            "head_precision": "float32" if mode.float32_head else None,
-            "memory_budget": mode.memory_budget,
-            "implementation": implementation,
-        }
-
-        def loss(x: Array, w: Array, y: Array, *per_token: Array) -> Array:
-            if objective.name == "token-loss":
-                return module.linear_token_loss(x, w, y, token_loss, *per_token, **options)
-            if objective.name == "log-probs":
-                return module.linear_log_probs(x, w, y, saved_budget=mode.saved_budget, **options).log_prob
-            smoothing = objective.label_smoothing
-            return module.linear_cross_entropy(x, w, y, reduction=mode.reduction, label_smoothing=smoothing, **options)
-
-        return loss
-
-    return build
+    return partial(our_loss, "jax_pallas", implementation)
 
 
 def grpo(log_prob: Array, advantage: Array, old_log_prob: Array, ref_log_prob: Array) -> Array:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from benchmarks.data import BETA, EPSILON_HIGH, EPSILON_LOW
 from benchmarks.host import Later
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing
@@ -244,6 +245,30 @@ def load(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise UnavailableError(f"cannot import {module}: {error}") from error
+
+
+def our_loss(package: str, implementation: str, mode: Mode) -> Callable[..., Any]:
+    """Returns a mode's function (input, linear_weight, target, *per_token) -> loss of core_triton or jax_pallas."""
+    ours, objective = load(f"{package}.linear_ce"), mode.objective
+    if implementation not in load(f"{package}.arguments").IMPLEMENTATIONS:
+        raise UnavailableError(f"{package} has no implementation {implementation!r} yet")
+    token_loss = load(f"{package}.token_losses").grpo(EPSILON_LOW, EPSILON_HIGH, BETA, kl="k3")
+    options: dict[str, Any] = {
+        "logit_scale": objective.logit_scale,
+        "head_precision": "float32" if mode.float32_head else None,
+        "memory_budget": mode.memory_budget,
+        "implementation": implementation,
+    }
+
+    def loss(x: Any, w: Any, y: Any, *per_token: Any) -> Any:
+        if objective.name == "token-loss":
+            return ours.linear_token_loss(x, w, y, token_loss, *per_token, **options)
+        if objective.name == "log-probs":
+            return ours.linear_log_probs(x, w, y, saved_budget=mode.saved_budget, **options).log_prob
+        smoothing = objective.label_smoothing
+        return ours.linear_cross_entropy(x, w, y, reduction=mode.reduction, label_smoothing=smoothing, **options)
+
+    return loss
 
 
 def row_figures(gradient: str, errors: np.ndarray) -> dict[str, float]:

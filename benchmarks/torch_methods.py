@@ -1,14 +1,15 @@
 """PyTorch methods: the floor, ours, our baseline, and other libraries, which are imported only when measured."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.data import BETA, EPSILON_HIGH, EPSILON_LOW
-from benchmarks.methods import Method, UnavailableError, by_name, load
+from benchmarks.methods import Method, UnavailableError, by_name, load, our_loss
 from benchmarks.shapes import OBJECTIVES, Mode
 
 LossFn = Callable[..., Tensor]  # (input, linear_weight, target, *per_token)
@@ -44,35 +45,7 @@ def _floor(mode: Mode) -> LossFn:
 
 
 def _core_triton(implementation: str) -> Callable[[Mode], LossFn]:
-    def build(mode: Mode) -> LossFn:
-        import core_triton
-        from core_triton.arguments import IMPLEMENTATIONS
-
-        if implementation not in IMPLEMENTATIONS:
-            raise UnavailableError(f"core_triton has no implementation {implementation!r} yet")
-
-        objective = mode.objective
-        token_loss = core_triton.token_losses.grpo(EPSILON_LOW, EPSILON_HIGH, BETA, kl="k3")
-        options: dict[str, Any] = {
-            "logit_scale": objective.logit_scale,
-            "head_precision": "float32" if mode.float32_head else None,
-            "memory_budget": mode.memory_budget,
-            "implementation": implementation,
-        }
-
-        def loss(x: Tensor, w: Tensor, y: Tensor, *per_token: Tensor) -> Tensor:
-            if objective.name == "token-loss":
-                return core_triton.linear_token_loss(x, w, y, token_loss, *per_token, **options)
-            if objective.name == "log-probs":
-                return core_triton.linear_log_probs(x, w, y, saved_budget=mode.saved_budget, **options).log_prob
-            smoothing = objective.label_smoothing
-            return core_triton.linear_cross_entropy(
-                x, w, y, reduction=cast(Any, mode.reduction), label_smoothing=smoothing, **options
-            )
-
-        return loss
-
-    return build
+    return partial(our_loss, "core_triton", implementation)
 
 
 def _eager(mode: Mode) -> LossFn:

@@ -7,8 +7,8 @@ if importlib.util.find_spec("torch") is None:
 
 from core_triton import operators as operators  # registers them
 from core_triton import token_losses
+from core_triton.arguments import Implementation
 from core_triton.linear_ce import (
-    Implementation,
     LogProbs,
     LossStats,
     TokenStats,

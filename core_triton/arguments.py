@@ -115,7 +115,7 @@ class Groups(NamedTuple):
     token_group: Any = None  # a process group, or a tuple of several, all of whose ranks have different tokens
     reduce_dtype: torch.dtype = torch.float32
     check_agreement: bool = False
-    rank_tokens: int = 0  # see `groups.Options`
+    rank_tokens: int = 0  # `groups.Options.rank_tokens`, which `dtensors.py` passes as sequence_parallel
 
     def of_tokens(self) -> "tuple[dist.ProcessGroup, ...]":
         """Returns the groups of token_group."""
@@ -165,9 +165,6 @@ def decide(
 _cached_decide = _cached(decide, 4096)
 
 
-NO_GROUPS = Groups()
-
-
 class Call(NamedTuple):
     """One call, checked and flattened."""
 
@@ -191,8 +188,8 @@ def prepare(
     implementation: str | None,
     grad_into: Tensor | None,
     batch_invariant: bool,
-    saved_budget: int = 0,
-    groups: Groups = NO_GROUPS,
+    saved_budget: int,
+    groups: Groups,
 ) -> Call:
     """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()

@@ -4,6 +4,8 @@ budget.
 They determine speed and memory. They change results only by rounding.
 """
 
+from typing import Any
+
 from core_triton.tile_config import padded
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
@@ -75,22 +77,12 @@ def workspace_model(
 def choose_chunked(
     *,
     tokens: int,
-    hidden: int,
     classes: int,
     itemsize: int,
-    weight_itemsize: int,
     gradients_in_forward: bool,
-    saves: bool = False,
-    float16: bool,
-    softcap: bool,
-    entropy: bool,
-    d_input: bool,
-    d_weight: bool,
-    upcasts: bool,
-    grad_into: bool = False,
-    splits_head: bool = False,
-    exchanged: int = 0,
+    saves: bool,
     budget: int,
+    **others: Any,
 ) -> ChunkConfig:
     """Returns the chunks of a call.
 
@@ -99,30 +91,14 @@ def choose_chunked(
         saves: d_logits are saved for the backward pass. d_weight then has no time in common with the logits, so chunks
             may have few rows.
         budget: bytes.
-        tokens, ...: of `workspace_model`.
+        tokens, classes, itemsize, others: of `workspace_model`.
 
     Raises:
         ValueError: as `choose_chunks`.
     """
 
     def model(*, keeps_logits: bool) -> WorkspaceModel:
-        return workspace_model(
-            tokens=tokens,
-            hidden=hidden,
-            classes=classes,
-            itemsize=itemsize,
-            weight_itemsize=weight_itemsize,
-            keeps_logits=keeps_logits,
-            float16=float16,
-            softcap=softcap,
-            entropy=entropy,
-            d_input=d_input,
-            d_weight=d_weight,
-            upcasts=upcasts,
-            grad_into=grad_into,
-            splits_head=splits_head,
-            exchanged=exchanged,
-        )
+        return workspace_model(tokens=tokens, classes=classes, itemsize=itemsize, keeps_logits=keeps_logits, **others)
 
     recomputing = model(keeps_logits=False)
     if gradients_in_forward:

@@ -42,7 +42,7 @@ NO_CLASS_HERE = 2**62  # the first class of the sample, so that no target is amo
 
 
 class Float16Rows(NamedTuple):
-    """The numbers of `scaled_exp.PackedRows` that only float16 has."""
+    """The numbers of `packed_rows.PackedRows` that only float16 has."""
 
     largest_x: Tensor  # (N,) float32, the largest magnitude in a row of the input
     shift: Tensor  # (N,) float32, the exponent by which a row of exponentials is divided

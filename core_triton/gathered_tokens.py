@@ -33,7 +33,7 @@ def with_tokens(call: Call, *, statistics: int, reduce: bool, vectors: int = 0) 
         row_weight = arrays.target  # in place of the row weights, which decide nothing
         given = arrays, options, row_weight, needs_grad
         with suppress(ValueError):  # other matmuls, or memory_budget is less than a chunk takes
-            ops._problem("loss_and_gradients", *given, statistics=statistics, vectors=vectors)
+            ops.make_problem("loss_and_gradients", *given, statistics=statistics, vectors=vectors)
             return call
     return of_all_tokens(call)
 

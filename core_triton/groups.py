@@ -1,5 +1,6 @@
 """The groups of arguments and of results of the functions of `ops.py`."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -115,3 +116,14 @@ class LogProbs(NamedTuple):
     entropy: Tensor
     lse: Tensor
     row_weight: Tensor | None  # where there is a backward pass
+
+
+def grouped(group: Any, found: Iterable[Any], there: Iterable[bool]) -> Any:
+    """Returns a group of the next results in `found`, with None for the fields where `there` is False."""
+    rest = iter(found)
+    return group(*[next(rest) if one else None for one in there])
+
+
+def kept(group: Any, made: Iterable[Any], there: Iterable[bool]) -> Any:
+    """Returns a group of the results in `made` where `there` is True, with None for the other fields."""
+    return group(*[one if wanted else None for one, wanted in zip(made, there, strict=True)])

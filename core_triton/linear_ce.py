@@ -29,27 +29,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import gathered_tokens, ops, saved_ops, token_hook, token_ops
-from core_triton.arguments import (
-    Call,
-    Groups,
-    Implementation,
-    check_per_token,
-    choose,
-    decide,
-    of_vocab_group,
-    prepare,
-    spec_of,
-)
+from core_triton.arguments import Call, Groups, check_per_token, prepare, spec_of
 from core_triton.dtensors import Gather, takes_dtensors
-from core_triton.grad_into import check_grad_into
-from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
-from core_triton.problem import NeedsGrad, Problem
+from core_triton.explanation import Explanation, explained
 from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
-from core_triton.vocab_shard import VocabShard
-from linear_ce.gpus import gpu_named
-from linear_ce.spec import HeadPrecision, Reduction, check_flag, check_saved_budget
+from linear_ce.spec import HeadPrecision, Reduction
 from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 
@@ -74,20 +60,6 @@ class LogProbs(NamedTuple):
     log_prob: Tensor
     entropy: Tensor
     lse: Tensor
-
-
-class Explanation(Implementation):
-    """What `explain` returns: an `Implementation` with the plan of the call. `str` describes both in a few lines."""
-
-    plan: ExecutionPlan
-
-    def __new__(cls, name: str, reason: str, plan: ExecutionPlan) -> "Explanation":
-        self = super().__new__(cls, name, reason)
-        self.plan = plan
-        return self
-
-    def __str__(self) -> str:
-        return f"implementation: {self.name}, {self.reason}\n{self.plan}"
 
 
 @takes_dtensors
@@ -251,12 +223,11 @@ def linear_cross_entropy(
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
-    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
-    spec = spec_of(reduction, *options)
-    given = linear_bias, weight, token_weight, normalizer
-    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    options = reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, weight, token_weight, normalizer
     groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
-    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
+    call = prepare(spec_of(*options), *arrays, *how)
     return _shaped(_loss(call, statistics=0).loss, target)
 
 
@@ -308,12 +279,11 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
-    spec = spec_of(reduction, *options)
-    given = linear_bias, weight, token_weight, normalizer
-    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    options = reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, weight, token_weight, normalizer
     groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
-    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
+    call = prepare(spec_of(*options), *arrays, *how)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
     assert lse is not None
@@ -321,11 +291,11 @@ def linear_cross_entropy_with_stats(
     assert top is not None
     leading = target.shape
     contributes = row_weight != 0
-    z_loss = row_weight * spec.z_loss_weight * lse.square()
+    z_loss = row_weight * call.spec.z_loss_weight * lse.square()
     stats = LossStats(
         lse=lse.reshape(leading),
         target_logit=target_logit.reshape(leading),
-        z_loss=_shaped(z_loss if spec.reduction == "none" else z_loss.sum(), target),
+        z_loss=_shaped(z_loss if reduction == "none" else z_loss.sum(), target),
         accuracy=is_top1(row_weight, target_logit, top).sum() / contributes.sum().clamp(min=1),
         n_valid=(call.arrays.target != ignore_index).sum(),
     )
@@ -384,11 +354,11 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = spec_of("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    given = linear_bias, None, None, None
-    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget
+    options = "none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, None, None
     groups = Groups(vocab_group, None, reduce_dtype, check_agreement, sequence_parallel)
-    call = prepare(spec, input, linear_weight, target, *given, *how, groups)
+    how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
+    call = prepare(spec_of(*options), *arrays, *how)
     call = gathered_tokens.of_all_tokens(call)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
@@ -482,10 +452,11 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36).
     """
-    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
-    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel),)
-    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
+    options = reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, token_weight, normalizer
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
+    how = memory_budget, implementation, grad_into, batch_invariant, 0, groups
+    return _token_loss(options, arrays, how, token_loss, per_token, NO_STATS, with_entropy=with_entropy)[0]
 
 
 @takes_dtensors
@@ -545,40 +516,38 @@ def linear_token_loss_with_stats(
     Source:
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
-    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += head_precision, memory_budget, implementation, grad_into, batch_invariant, 0
-    options += (Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel),)
-    wanted = check_stats(stats)
-    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
+    options = reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, token_weight, normalizer
+    groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
+    how = memory_budget, implementation, grad_into, batch_invariant, 0, groups
+    return _token_loss(options, arrays, how, token_loss, per_token, check_stats(stats), with_entropy=with_entropy)
 
 
 def _token_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
+    options: tuple[Any, ...],
+    arrays: tuple[Any, ...],
+    how: tuple[Any, ...],
     token_loss: TokenLoss,
     per_token: tuple[Tensor, ...],
-    with_entropy: bool,
-    options: tuple[Any, ...],
     stats: tuple[bool, ...],
+    *,
+    with_entropy: bool,
 ) -> tuple[Tensor, TokenStats]:
+    """`options` are those of `spec_of`, `arrays` and then `how` the other arguments of `prepare`."""
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
     with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
-    arguments = input, linear_weight, target, token_loss, per_token, with_entropy, options, stats
     if torch.compiler.is_compiling() and not isinstance(token_loss, Named):
         from core_triton.compiling import call_between_graphs  # loads torch._dynamo
 
-        return call_between_graphs(_token_loss, *arguments)
-    reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, *how = rest
-    spec = spec_of(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    given = linear_bias, None, token_weight, normalizer
-    call = prepare(spec, input, linear_weight, target, *given, *how)
+        arguments = options, arrays, how, token_loss, per_token, stats
+        return call_between_graphs(_token_loss, *arguments, with_entropy=with_entropy)
+    call, target = prepare(spec_of(*options), *arrays, *how), arrays[2]
     flat = check_per_token(token_loss, per_token, target)
-    run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
+    reduce = call.spec.reduction != "none"
+    run = token_ops.token_loss if reduce else token_ops.token_loss_rows
     if call.options.rank_tokens:
-        reduce, statistics = reduction != "none", token_ops.statistics_of(stats, with_entropy)
+        statistics = token_ops.statistics_of(stats, with_entropy)
         vectors = reduce * token_hook.bytes_of(target.numel(), per_token, with_entropy=with_entropy)
         call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce, vectors=vectors)
     of_call = *call[1:4], token_loss, flat, stats
@@ -712,48 +681,22 @@ def explain(
         matmuls: logits, d_input, d_weight by PyTorch
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    gpu = None
-    if device is not None:
-        capability, multiprocessors, *_ = gpu_named(device)
-        gpu = DeviceInfo("cuda", capability, multiprocessors, device)
-    if torch.compiler.is_compiling():
-        return choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
-    spec = spec_of(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
-    rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
-    check_grad_into(grad_into, input, linear_weight, explains=True)
-    check_flag("with_entropy", with_entropy)
-    named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
-    infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
-    how = memory_budget, implementation, batch_invariant, saved_budget
-    group, rank, ranks, reduce_dtype = of_vocab_group(Groups(vocab_group))
-    found = decide(spec, input.device, infos, *how, rank, ranks, gpu)
-    classes, budget, saved_budget, name, offset, shard_rows = found
-    tokens = rows.numel() if sequence_parallel else 0
-    if tokens:
-        if not ranks:
-            raise ValueError("vocab_group must be a process group with sequence_parallel=True, got None")
-        rows = rows.new_empty(ranks * tokens)
-    shard = VocabShard(group, ranks, offset, shard_rows, reduce_dtype, tokens) if ranks else None
-    flat = input.reshape(-1, input.shape[-1])
-    of_shard: dict[str, Any] = {"vocab_offset": offset, "shard": shard, "grad_into": grad_into}
-    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, **of_shard)
-    needs_grad = NeedsGrad(gradients, gradients, False)
-    given = {"grad_into": grad_into is not None, "head_precision": head_precision, "with_entropy": with_entropy}
-    check_saved_budget(saved_budget, reduction, **given)
-    asked: dict[str, Any] = {"entropy": with_entropy, "batch_invariant": batch_invariant}
-    on = gpu or ops.device_of(input.device, name)
-    if gradients and reduction == "none":
-        plan = gathered_tokens.explained(
-            problem, lambda one: saved_ops.explained_plan(one, budget, saved_budget, name, needs_grad, on, **asked)
-        )
-    else:
-        stage: Stage = "statistics" if batch_invariant else "losses"
-        if gradients:
-            stage = "entropy_loss_and_gradients" if with_entropy else "loss_and_gradients"
-        plan = gathered_tokens.explained(
-            problem, lambda one: ops.plan_for(one, stage, budget, name, needs_grad, device=on, **asked)
-        )
-    return Explanation(*choose(input.device, implementation, gpu), plan)
+    options = reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision
+    return explained(
+        input,
+        linear_weight,
+        options,
+        implementation,
+        gradients=gradients,
+        memory_budget=memory_budget,
+        saved_budget=saved_budget,
+        grad_into=grad_into,
+        with_entropy=with_entropy,
+        batch_invariant=batch_invariant,
+        device=device,
+        vocab_group=vocab_group,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def _shaped(loss: Tensor, target: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """The operators that torch.compile sees in place of the functions of `ops.py`.
 
-Each operator has a fake implementation. The autograd of a forward operator is the `torch.autograd.Function` of eager
-mode. Operators are registered through `torch.library.Library`: `torch.library.custom_op` checks every result for
-aliasing, which takes 0.85 ms of host time for each call.
+An operator has the arguments of its function that have no default. Its fake implementation takes those that the shapes
+of the results depend on. The autograd of a forward operator is the `torch.autograd.Function` of eager mode. Operators
+are registered through `torch.library.Library`: `torch.library.custom_op` checks every result for aliasing, which takes
+0.85 ms of host time for each call.
 """
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from itertools import islice
 from typing import Any, get_type_hints
 
@@ -24,7 +25,10 @@ from core_triton.ops import (
     RowLogProbs,
     RowLosses,
     TokenWeights,
-    is_eager,
+    below_autograd,
+    dispatched_log_probs,
+    dispatched_loss_and_gradients,
+    dispatched_losses,
     kept_losses,
     run_gradients,
     run_log_probs,
@@ -33,13 +37,13 @@ from core_triton.ops import (
     run_row_gradients,
     scale,
 )
-from core_triton.problem import NOTHING_COMPUTED, NOTHING_SAVED, Gradients, NeedsGrad, SavedRows
-from core_triton.row_math import Coefficients, RowStatistics
+from core_triton.problem import NOTHING_COMPUTED, NOTHING_SAVED, Gradients, NeedsGrad
+from core_triton.row_math import RowStatistics
 from core_triton.saved_ops import (
     SavedCall,
     SavedLosses,
     SavedRowLosses,
-    dispatched,
+    dispatched_saved_losses,
     fake_saved_rows,
     run_saved_gradients,
     run_saved_losses,
@@ -50,88 +54,40 @@ from core_triton.token_ops import (
     TokenCall,
     TokenLossAndGradients,
     TokenLossResults,
-    dispatch,
     run_token_loss,
+    token_loss_below_autograd,
     token_stats,
     which_need_grad,
 )
 from linear_ce.statistics import statistics_for
 
 
-def _loss_and_gradients_op(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
-) -> tuple[Losses, Gradients, Tensor | None]:
-    return run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
-
-
-def _losses_op(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
-) -> Losses:
-    return run_losses(arrays, weights, options, statistics, needs_grad)
-
-
-def _gradients_op(
-    arrays: Arrays,
-    options: Options,
-    row_weight: Tensor,
-    lse: Tensor,
-    coefficients: Coefficients,
-    needs_grad: NeedsGrad,
-) -> Gradients:
-    return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
-
-
-def _row_gradients_op(
-    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad
-) -> Gradients:
-    return run_row_gradients(arrays, options, upstream, lse, needs_grad)
-
-
 def _scaled_op(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
-    results = _scaled_fake(factors, saved, memory_budget)
+    results = _scaled_fake(saved)
     scale(saved, factors, results, memory_budget)
     return results
 
 
 def _loss_and_gradients_fake(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays, statistics: int, reduce: bool, needs_grad: NeedsGrad, **_: Any
 ) -> tuple[Losses, Gradients, Tensor | None]:
     found = _fake_losses(arrays, statistics=statistics, backward=not reduce)
     if reduce:
         found = found._replace(loss=_fake_rows(arrays).new_empty(()))
     scales = _fake_rows(arrays).new_empty(2) if arrays.input.dtype == torch.float16 else None
-    return found, _fake_gradients(arrays, needs_grad), scales
+    return found, _gradients_fake(arrays, needs_grad), scales
 
 
-def _losses_fake(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
-) -> Losses:
+def _losses_fake(arrays: Arrays, statistics: int, needs_grad: NeedsGrad, **_: Any) -> Losses:
     return _fake_losses(arrays, statistics=statistics, backward=any(needs_grad))
 
 
-def _log_probs_fake(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+def _log_probs_fake(arrays: Arrays, needs_grad: NeedsGrad, **_: Any) -> LogProbs:
     log_prob, entropy, lse, row_weight = (_fake_rows(arrays) for _ in LogProbs._fields)
     return LogProbs(log_prob, entropy, lse, row_weight if any(needs_grad) else None)
 
 
-def _gradients_fake(
-    arrays: Arrays,
-    options: Options,
-    row_weight: Tensor,
-    lse: Tensor,
-    coefficients: Coefficients,
-    needs_grad: NeedsGrad,
-) -> Gradients:
-    return _fake_gradients(arrays, needs_grad)
-
-
-def _row_gradients_fake(
-    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad
-) -> Gradients:
-    return _fake_gradients(arrays, needs_grad)
-
-
-def _scaled_fake(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
+def _scaled_fake(saved: Gradients, **_: Any) -> Gradients:
     return Gradients(*(None if one is None else torch.empty_like(one) for one in saved))
 
 
@@ -151,55 +107,24 @@ def _token_loss_op(
 
 
 def _token_loss_fake(
-    arrays: Arrays,
-    weights: TokenWeights,
-    options: Options,
-    function: Named,
-    per_token: list[Tensor],
-    needs_grad: NeedsGrad,
-    d_per_token: list[bool],
-    stats: list[bool],
+    arrays: Arrays, needs_grad: NeedsGrad, d_per_token: list[bool], stats: list[bool], **_: Any
 ) -> TokenLossResults:
     float16 = arrays.input.dtype == torch.float16 and any(needs_grad)
     found = _fake_losses(arrays, statistics=statistics_for(stats), backward=True)
     return TokenLossResults(
         _fake_rows(arrays).new_empty(()),
         token_stats(stats, _fake_rows(arrays), _fake_rows(arrays), found),
-        _fake_gradients(arrays, needs_grad),
+        _gradients_fake(arrays, needs_grad),
         _fake_rows(arrays).new_empty(2) if float16 else None,
         tuple(_fake_rows(arrays) if needed else None for needed in d_per_token),
     )
 
 
 def _saved_losses_fake(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
+    arrays: Arrays, options: Options, statistics: int, needs_grad: NeedsGrad, **_: Any
 ) -> SavedLosses:
     found = _fake_losses(arrays, statistics=statistics, backward=True)
     return SavedLosses(found, fake_saved_rows(arrays, options, needs_grad))
-
-
-def _saved_gradients_op(
-    arrays: Arrays,
-    options: Options,
-    factor: Tensor,
-    row_weight: Tensor,
-    lse: Tensor,
-    saved: SavedRows,
-    needs_grad: NeedsGrad,
-) -> Gradients:
-    return run_saved_gradients(arrays, options, factor, row_weight, lse, saved, needs_grad)
-
-
-def _saved_gradients_fake(
-    arrays: Arrays,
-    options: Options,
-    factor: Tensor,
-    row_weight: Tensor,
-    lse: Tensor,
-    saved: SavedRows,
-    needs_grad: NeedsGrad,
-) -> Gradients:
-    return _fake_gradients(arrays, needs_grad)
 
 
 def _fake_rows(arrays: Arrays) -> Tensor:
@@ -213,7 +138,7 @@ def _fake_losses(arrays: Arrays, *, statistics: int, backward: bool) -> Losses:
     return kept_losses(loss, row_weight, found, statistics=statistics, backward=backward)
 
 
-def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:
+def _gradients_fake(arrays: Arrays, needs_grad: NeedsGrad, **_: Any) -> Gradients:
     likes = arrays.input, arrays.linear_weight, arrays.linear_bias
     return Gradients(
         *(
@@ -226,37 +151,29 @@ def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:
 def _loss_and_gradients_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
+    call = arrays, weights, options, statistics, reduce, needs_grad
     if any(arrays.needs_grad()):
-        call = arrays, weights, options, statistics, reduce, needs_grad, None
-        results: Any = LossAndGradients.apply(call, *arrays.differentiated())
+        results: Any = LossAndGradients.apply((*call, None), *arrays.differentiated())
         return Losses(*results), NOTHING_COMPUTED, None  # autograd has saved the gradients
-    if is_eager(arrays):  # called by a compiled function: another dispatch would take host time
-        return run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
+    return below_autograd(run_loss_and_gradients, dispatched_loss_and_gradients, *call)
 
 
 def _losses_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
+    call = arrays, weights, options, statistics, needs_grad
     if any(arrays.needs_grad()):
-        call = arrays, weights, options, statistics, needs_grad, None
-        results: Any = RowLosses.apply(call, *arrays.differentiated())
+        results: Any = RowLosses.apply((*call, None), *arrays.differentiated())
         return Losses(*results)
-    if is_eager(arrays):
-        return run_losses(arrays, weights, options, statistics, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
+    return below_autograd(run_losses, dispatched_losses, *call)
 
 
 def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+    call = arrays, options, needs_grad
     if any(arrays.needs_grad()):
-        results: Any = RowLogProbs.apply((arrays, options, needs_grad, None), *arrays.differentiated())
+        results: Any = RowLogProbs.apply((*call, None), *arrays.differentiated())
         return LogProbs(*results)
-    if is_eager(arrays):
-        return run_log_probs(arrays, options, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
+    return below_autograd(run_log_probs, dispatched_log_probs, *call)
 
 
 def _saved_losses_autograd(
@@ -266,9 +183,7 @@ def _saved_losses_autograd(
     if any(arrays.needs_grad()):
         results: Any = SavedRowLosses.apply(call, *arrays.differentiated())
         return SavedLosses(Losses(*results), NOTHING_SAVED)  # autograd has saved them
-    if is_eager(arrays):
-        return run_saved_losses(*call)
-    return dispatched(call)
+    return below_autograd(run_saved_losses, dispatched_saved_losses, *call)
 
 
 def _token_loss_autograd(
@@ -286,26 +201,24 @@ def _token_loss_autograd(
     if any(arrays.needs_grad()) or any(which_need_grad(per_token)):
         results: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
         return results
-    if is_eager(arrays):
-        return run_token_loss(call)
-    with torch._C._AutoDispatchBelowAutograd():
-        return tuple(dispatch(call))
+    return token_loss_below_autograd(call)
 
 
-def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function in the form of an operator. The schema of an operator supports neither NamedTuples and
-    dataclasses nor optional results, so the operator takes the fields of each group as separate arguments and returns a
-    list of tensors."""
-    kinds = get_type_hints(function)
-    del kinds["return"]
+def _flattened(function: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `made` in the form of an operator with those arguments of `function` that have no default. `made` takes
+    them by name. The schema of an operator supports neither NamedTuples and dataclasses nor optional results, so the
+    operator takes the fields of each group as separate arguments and returns a list of tensors."""
+    hints, given = get_type_hints(function), signature(function).parameters
+    kinds = {name: hints[name] for name, one in given.items() if one.default is Parameter.empty}
     fields: dict[str, Any] = {}
     for name, kind in kinds.items():
         fields |= get_type_hints(kind) if _is_group(kind) else {name: kind}
-    groups = [(kind, len(get_type_hints(kind))) if _is_group(kind) else (next, 0) for kind in kinds.values()]
+    groups = [(name, kind, len(get_type_hints(kind)) if _is_group(kind) else 0) for name, kind in kinds.items()]
 
     def operator(*arguments: Any) -> list[Tensor]:
         flat = iter(arguments)
-        return _tensors(function(*[make(*islice(flat, size)) if size else make(flat) for make, size in groups]))
+        named = {name: make(*islice(flat, size)) if size else next(flat) for name, make, size in groups}
+        return _tensors(made(**named))
 
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in fields.items()]
     operator.__signature__ = Signature(parameters, return_annotation=list[Tensor])  # pyright: ignore[reportFunctionMemberAccess]
@@ -328,24 +241,24 @@ def _tensors(results: Any) -> list[Tensor]:
 
 
 def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], autograd: Any = None) -> None:
-    operator = IMPLEMENTATIONS[f"linear_ce::{name}"] = _flattened(function)
+    operator = IMPLEMENTATIONS[f"linear_ce::{name}"] = _flattened(function, function)
     schema = torch.library.infer_schema(operator, mutates_args=())
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, operator, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"linear_ce::{name}", _flattened(fake), lib=_library)
+    torch.library.register_fake(f"linear_ce::{name}", _flattened(function, fake), lib=_library)
     if autograd is not None:
-        _library.impl(name, _flattened(autograd), "Autograd")
+        _library.impl(name, _flattened(function, autograd), "Autograd")
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # of the operators, by their names
 
 _library = torch.library.Library("linear_ce", "DEF")
-_register("loss_and_gradients", _loss_and_gradients_op, _loss_and_gradients_fake, _loss_and_gradients_autograd)
-_register("losses", _losses_op, _losses_fake, _losses_autograd)
+_register("loss_and_gradients", run_loss_and_gradients, _loss_and_gradients_fake, _loss_and_gradients_autograd)
+_register("losses", run_losses, _losses_fake, _losses_autograd)
 _register("log_probs", run_log_probs, _log_probs_fake, _log_probs_autograd)
-_register("gradients", _gradients_op, _gradients_fake)
-_register("row_gradients", _row_gradients_op, _row_gradients_fake)
+_register("gradients", run_gradients, _gradients_fake)
+_register("row_gradients", run_row_gradients, _gradients_fake)
 _register("token_loss", _token_loss_op, _token_loss_fake, _token_loss_autograd)
 _register("saved_losses", run_saved_losses, _saved_losses_fake, _saved_losses_autograd)
-_register("saved_gradients", _saved_gradients_op, _saved_gradients_fake)
+_register("saved_gradients", run_saved_gradients, _gradients_fake)
 _register("scaled", _scaled_op, _scaled_fake)

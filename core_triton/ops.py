@@ -8,10 +8,10 @@ mode, it is an operator of `operators.py`, which is one node of a graph.
     `log_probs`           plan C for log-probabilities
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from core_triton import chunked, head_scatter, ranges, row_math
 from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
-from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights
+from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights, grouped, kept
 from core_triton.head_scatter import HeadScatter
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, layout_of_input, plan_of
@@ -28,6 +28,8 @@ from core_triton.token_hook import TokenHook
 from linear_ce.chunking import plan_passes
 from linear_ce.gpus import known_gpu
 from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, LSE, MAX, OF_LOGITS, SQUARES, planes
+
+T = TypeVar("T")
 
 OF_LOG_PROBS = LSE | ENTROPY | BY_ROW  # what `log_probs` computes, of `linear_ce.statistics`
 
@@ -52,7 +54,7 @@ def loss_and_gradients(
     """
     if torch.compiler.is_compiling():
         found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
-        return _in_place(Losses, found, _losses_there(statistics=statistics, backward=not reduce))
+        return grouped(Losses, found, losses_there(statistics=statistics, backward=not reduce))
     call = arrays, weights, options, statistics, reduce, needs_grad, grad_into
     results: Any = LossAndGradients.apply(call, *arrays.differentiated())
     return Losses(*results)
@@ -72,7 +74,7 @@ def losses(
     `grad_into` the backward pass adds d_weight to it. With D_ENTROPY in `statistics` the entropy has a gradient too, of
     a loss that is only a negative log-likelihood."""
     if torch.compiler.is_compiling():
-        found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
+        found = dispatched_losses(arrays, weights, options, statistics, needs_grad)
     elif not any(needs_grad) and is_eager(arrays):
         return run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
     else:
@@ -108,7 +110,7 @@ def log_probs(arrays: Arrays, options: Options, *, grad_into: Tensor | None = No
     """Plan C's forward pass for log-probabilities."""
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
-        return _dispatched_log_probs(arrays, options, needs_grad)
+        return dispatched_log_probs(arrays, options, needs_grad)
     if not any(needs_grad) and is_eager(arrays):
         return run_log_probs(arrays, options, needs_grad)
     results: Any = RowLogProbs.apply((arrays, options, needs_grad, grad_into), *arrays.differentiated())
@@ -143,18 +145,10 @@ class LossAndGradients(torch.autograd.Function):
         ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, bool, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, weights, options, statistics, reduce, needs_grad, grad_into = call
+        given = arrays, weights, options, statistics, reduce, needs_grad
         ctx.adds = AddsOnce(grad_into)
-        if is_eager(arrays) or grad_into is not None:
-            found, gradients, scales = run_loss_and_gradients(*call, head_scatter.offered())
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                results = torch.ops.linear_ce.loss_and_gradients(
-                    *arrays, *weights, *options, statistics, reduce, *needs_grad
-                )
-            there = _losses_there(statistics=statistics, backward=not reduce)
-            found = _in_place(Losses, results, there)
-            gradients = _in_place(Gradients, results[sum(there) :], needs_grad)
-            scales = results[-1] if arrays.input.dtype == torch.float16 else None
+        run = partial(run_loss_and_gradients, grad_into=grad_into, scatter=head_scatter.offered())
+        found, gradients, scales = below_autograd(run, dispatched_loss_and_gradients, *given, grad_into=grad_into)
         ctx.reduce, ctx.options = reduce, options
         ctx.save_for_backward(None if reduce else found.row_weight, *gradients, scales)
         _only_first_differentiable(ctx, found)
@@ -178,13 +172,9 @@ class RowLosses(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, weights, options, statistics, needs_grad, grad_into = call
-        ctx.grad_into = grad_into
-        if is_eager(arrays) or grad_into is not None:
-            found = run_losses(arrays, weights, options, statistics, needs_grad)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
+        arrays, weights, options, statistics, needs_grad, ctx.grad_into = call
+        given = arrays, weights, options, statistics, needs_grad
+        found = below_autograd(run_losses, dispatched_losses, *given, grad_into=ctx.grad_into)
         ctx.options, entropy = options, found.entropy if statistics & D_ENTROPY else None
         ctx.save_for_backward(*arrays, found.row_weight, found.lse, entropy)
         _only_first_differentiable(ctx, found if entropy is None else found._replace(entropy=None))
@@ -210,14 +200,9 @@ class RowLogProbs(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, call: tuple[Arrays, Options, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, options, needs_grad, grad_into = call
-        ctx.grad_into = grad_into
-        if is_eager(arrays) or grad_into is not None:
-            found = run_log_probs(arrays, options, needs_grad)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                found = _dispatched_log_probs(arrays, options, needs_grad)
-        ctx.options = options
+        arrays, ctx.options, needs_grad, ctx.grad_into = call
+        given = arrays, ctx.options, needs_grad
+        found = below_autograd(run_log_probs, dispatched_log_probs, *given, grad_into=ctx.grad_into)
         ctx.save_for_backward(*arrays, found.entropy, found.lse, found.row_weight)
         if found.row_weight is not None:
             ctx.mark_non_differentiable(found.row_weight)
@@ -256,7 +241,7 @@ def _row_gradients(
     if is_eager(arrays) or grad_into is not None:
         return run_row_gradients(arrays, options, upstream, lse, needs_grad, grad_into)
     found = torch.ops.linear_ce.row_gradients(*arrays, *options, upstream, lse, *needs_grad)
-    return _in_place(Gradients, found, needs_grad)
+    return grouped(Gradients, found, needs_grad)
 
 
 def _gradients(
@@ -272,7 +257,7 @@ def _gradients(
     if is_eager(arrays) or grad_into is not None:
         return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad, grad_into)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
-    return _in_place(Gradients, found, needs_grad)
+    return grouped(Gradients, found, needs_grad)
 
 
 def log_prob_gradients(
@@ -313,7 +298,7 @@ def scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients:
     traced = any(one is not None and type(one) is not Tensor for one in saved) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
         found = torch.ops.linear_ce.scaled(*factors, *saved, memory_budget)
-        return _in_place(Gradients, found, [one is not None for one in saved])
+        return grouped(Gradients, found, [one is not None for one in saved])
     scale(saved, factors, saved, memory_budget)
     return saved
 
@@ -393,8 +378,8 @@ def run_loss_and_gradients(
         row_weight = compute_row_weights(arrays, weights, options)
         given: dict[str, Any] = {"statistics": statistics, "reduce": reduce, "grad_into": grad_into, "scatter": scatter}
         loss, found, gradients, scales = plan_a(arrays, options, row_weight, needs_grad, **given)
-        kept = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
-        return *kept, *gradients, scales
+        losses = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
+        return *losses, *gradients, scales
 
     key = "loss_and_gradients", needs_grad, statistics, reduce
     results = run() if scatter is not None else recorded(key, arrays, weights, options, run, [grad_into])
@@ -418,7 +403,7 @@ def plan_a(
     A hook that takes the entropies, where kernels store exponentials of 16 bits or nothing between the passes, is
     called between plan B and the backward pass of plan C.
     """
-    problem = _problem(
+    problem = make_problem(
         "entropy_loss_and_gradients" if statistics & D_ENTROPY else "loss_and_gradients",
         arrays,
         options,
@@ -446,7 +431,7 @@ def plan_a(
         of_rows = replace(problem, row_weight=hook.contributes)
         with library_settings(plan, arrays.input):
             gradients = chunked.gradients(
-                _tiles(plan), of_rows, plan.chunk_config, found.lse, coefficients, needs_grad, scales=pair
+                tiles_of(plan), of_rows, plan.chunk_config, found.lse, coefficients, needs_grad, scales=pair
             )
         loss = hook.loss.sum() if reduce else hook.loss
         return loss, found, gradients, scales
@@ -457,7 +442,7 @@ def plan_a(
             )
         else:
             loss, found, gradients = chunked.loss_and_gradients(
-                _tiles(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
+                tiles_of(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
             )
             loss = loss.sum() if reduce else loss
     return loss, found, gradients, scales
@@ -498,7 +483,7 @@ def plan_b(
     call, which are not run."""
     stage = stage_of_plan_b(statistics)
     problem = plan_passes(
-        lambda: _problem(stage, arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors),
+        lambda: make_problem(stage, arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors),
         *other_passes,
     )
     plan = plan_of(problem)
@@ -506,7 +491,7 @@ def plan_b(
         if plan.path == "scaled_exp":
             loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
         else:
-            loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config, statistics)
+            loss, found = chunked.losses(tiles_of(plan), problem, plan.chunk_config, statistics)
             loss = loss.sum() if reduce else loss
     return loss, found
 
@@ -522,7 +507,7 @@ def _backward_pass(
     is no backward pass."""
     if not any(needs_grad):
         return []
-    return [partial(_problem, "row_gradients", arrays, options, row_weight, needs_grad, entropy=entropy)]
+    return [partial(make_problem, "row_gradients", arrays, options, row_weight, needs_grad, entropy=entropy)]
 
 
 def compute_row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Tensor:
@@ -549,11 +534,10 @@ def compute_row_weights(arrays: Arrays, weights: TokenWeights, options: Options)
 def kept_losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: int, backward: bool) -> Losses:
     """Returns the results of a pass that are kept. The others are freed."""
     made = loss, row_weight, *(getattr(found, field) for field in Losses._fields[2:])
-    there = _losses_there(statistics=statistics, backward=backward)
-    return Losses(*(one if kept else None for one, kept in zip(made, there, strict=True)))  # pyright: ignore[reportArgumentType]
+    return kept(Losses, made, losses_there(statistics=statistics, backward=backward))
 
 
-def _losses_there(*, statistics: int, backward: bool) -> tuple[bool, ...]:
+def losses_there(*, statistics: int, backward: bool) -> tuple[bool, ...]:
     """Returns which of the `Losses` are not None. `backward`: the backward pass needs those of each row."""
     rows, top = bool(statistics & ~BY_ROW) or backward, bool(statistics & MAX)
     return True, rows, rows, top, top, *(bool(statistics & one) for one in (ARGMAX, ENTROPY, LOGIT_SUM, SQUARES))
@@ -633,7 +617,7 @@ def plan_c(
     grad_into: Tensor | None = None,
 ) -> Gradients:
     """Runs plan C's backward pass for losses of rows. Writes d_input to `d_input` if that is not None."""
-    problem = _problem("row_gradients", arrays, options, upstream, needs_grad, grad_into=grad_into)
+    problem = make_problem("row_gradients", arrays, options, upstream, needs_grad, grad_into=grad_into)
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
@@ -642,7 +626,7 @@ def plan_c(
         coefficients = row_math.loss_coefficients(
             problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
         )
-        return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad, d_input)
+        return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse, coefficients, needs_grad, d_input)
 
 
 def run_gradients(
@@ -656,14 +640,14 @@ def run_gradients(
 ) -> Gradients:
     """Plan C's backward pass."""
     entropy = coefficients.beta is not None
-    problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=entropy, grad_into=grad_into)
+    problem = make_problem("gradients", arrays, options, row_weight, needs_grad, entropy=entropy, grad_into=grad_into)
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         coefficients = coefficients.map(Tensor.contiguous)
-        return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
+        return chunked.gradients(tiles_of(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
 
 
-def _problem(
+def make_problem(
     stage: Stage,
     arrays: Arrays,
     options: Options,
@@ -755,7 +739,7 @@ def device_of(device: torch.device, implementation: str) -> DeviceInfo:
     return DeviceInfo(device.type, *device_info(device))
 
 
-def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
+def tiles_of(plan: ExecutionPlan) -> chunked.Tiles:
     """Returns the functions that compute the tiles of a plan of `chunked`."""
     if plan.path == "chunked":
         return chunked.TORCH_TILES
@@ -781,19 +765,33 @@ def _modes() -> int:
 # Calls of operators, which return a list of the results that are not None.
 
 
-def _in_place(group: Any, found: Sequence[Tensor], there: Iterable[bool]) -> Any:
-    """Returns a group made of the next results in `found`, with None for the fields where `there` is False."""
-    rest = iter(found)
-    return group(*[next(rest) if one else None for one in there])
+def below_autograd(
+    run: Callable[..., T], dispatched: Callable[..., T], *call: Any, grad_into: Tensor | None = None
+) -> T:
+    """Returns run(*call), or where a dispatch mode is active dispatched(*call), which calls the operator. That takes
+    host time."""
+    if is_eager(call[0]) or grad_into is not None:
+        return run(*call)
+    with torch._C._AutoDispatchBelowAutograd():
+        return dispatched(*call)
 
 
-def _dispatched_losses(
+def dispatched_loss_and_gradients(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
+) -> tuple[Losses, Gradients, Tensor | None]:
+    flat = *arrays, *weights, *options, statistics, reduce, *needs_grad
+    rest = iter(torch.ops.linear_ce.loss_and_gradients(*flat))
+    losses = grouped(Losses, rest, losses_there(statistics=statistics, backward=not reduce))
+    return losses, grouped(Gradients, rest, needs_grad), next(rest, None)
+
+
+def dispatched_losses(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     found = torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
-    return _in_place(Losses, found, _losses_there(statistics=statistics, backward=any(needs_grad)))
+    return grouped(Losses, found, losses_there(statistics=statistics, backward=any(needs_grad)))
 
 
-def _dispatched_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+def dispatched_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     found = torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
-    return _in_place(LogProbs, found, (True, True, True, any(needs_grad)))
+    return grouped(LogProbs, found, (True, True, True, any(needs_grad)))

@@ -61,7 +61,7 @@ class ChunkNumbers(NamedTuple):
     of_shard: tuple[At, At] | None = None
 
 
-def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None = None) -> PackedRows:
+def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None) -> PackedRows:
     """Packs the rows of a call. The results of the rows are not yet computed."""
     plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
     assert plan.tile is not None
@@ -120,7 +120,7 @@ def half_tiles(problem: Problem, rows: int) -> int:
 
 def pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor | None, *, places: bool = True) -> None:
     """Writes n packed rows of the input, from `start` on, to result (n, D) if that is not None. Writes their target
-    logits and reference exponents too, unless those of all rows are already there (`vocab_shard.py`)."""
+    logits and reference exponents too, unless those of all rows are already there (`shard_rows.py`)."""
     plan = plan_of(problem)
     config = plan.scaled_exp_config
     assert plan.tile is not None

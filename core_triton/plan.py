@@ -6,7 +6,7 @@ plan determines speed and memory. It changes results only by rounding.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
@@ -114,27 +114,27 @@ class ExecutionPlan:
             logits for the gradients: 4 matmuls. "stored_logits" is for float32: cuBLAS computes the logits, which stay
             in memory between the passes if `chunks.keeps_logits`: 3 matmuls, else 4. "chunked" uses PyTorch operators
             only.
+        chunks: the rows of a chunk, and what depends on them.
+        gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
+        tokens: N.
+        memory_budget: bytes.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
+            rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
+        casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
+            kernels can read. A copy of a split head has both parts in a row.
         hopper: whether the matmul kernels are those for sm_90, in Gluon, or those for any GPU.
         pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
         arch: what Triton compiles them for, such as "sm80"; None for the GPU itself.
         tile: the tile of logits; None if no kernel computes them.
         ampere_tile: the tile of `ampere_logits` and `ampere_gradients`; None if other kernels run. It has the same rows
             and classes as `tile`.
-        chunks: the rows of a chunk, and what depends on them.
-        casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
-            kernels can read. A copy of a split head has both parts in a row.
+        programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`, or
+            that of d_input `DInputTiling.programs`.
         d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it. On Hopper
             the kernel reads a split head in place, and only the logits need copies of it.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
         holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace
             them. Those of a first chunk in the memory of d_weight have a buffer.
-        gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
-        programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`, or
-            that of d_input `DInputTiling.programs`.
-        tokens: N.
-        memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
-            rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
         fits_float16: whether scaled exponentials of float16 are fitted to its range (`float16.py`). Where no gradient
             follows, now or from a token loss, they are sums in float32 only and need not be.
@@ -148,21 +148,21 @@ class ExecutionPlan:
 
     implementation: str
     path: Path
-    hopper: bool
-    pointers: bool
-    arch: str | None
-    tile: TileConfig | None
-    ampere_tile: TileConfig | None
     chunks: ChunkConfig | ScaledExpConfig
-    casts_head: bool
-    d_input_tiling: DInputTiling | None
-    d_weight_kernel: bool
-    holds_rows: bool
     gpu: str
-    programs: int
     tokens: int
     memory_budget: int
     matmuls: tuple[str, ...]
+    casts_head: bool = False
+    hopper: bool = False
+    pointers: bool = False
+    arch: str | None = None
+    tile: TileConfig | None = None
+    ampere_tile: TileConfig | None = None
+    programs: int = 0
+    d_input_tiling: DInputTiling | None = None
+    d_weight_kernel: bool = False
+    holds_rows: bool = False
     smooths: bool = False
     fits_float16: bool = False
     saved: SavedRowCount | None = None
@@ -320,53 +320,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             plan = plan_passes(*(partial(make_plan, one) for one in keys))
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
-    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    matmuls = matmuls_of(key)
-    exchanged = 8 * EXCHANGED * (key.ranks + 1) if key.ranks else 0  # of this rank, of all ranks, and merged
     if key.implementation == "chunked":
-        chunks = choose_chunked(
-            tokens=tokens,
-            hidden=hidden,
-            classes=key.classes,
-            itemsize=x.itemsize,
-            weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
-            saves=key.stage == "saved_rows",
-            float16=x.dtype == "float16",
-            softcap=key.softcap,
-            entropy=key.entropy,
-            d_input=key.d_input,
-            d_weight=key.d_weight and key.stage != "saved_rows",
-            upcasts=x.dtype != "float32" and key.device.type != "cuda",
-            grad_into=key.grad_into,
-            splits_head=key.splits_head,
-            exchanged=exchanged,
-            budget=key.memory_budget,
-        )
-        return ExecutionPlan(
-            "chunked", "chunked", False, False, None, None, None, chunks, w.dtype != x.dtype,
-            d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu, programs=0,
-            tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
-        )  # fmt: skip
-    if x.dtype == "float32":
-        chunks = choose_stored(
-            tokens=tokens,
-            hidden=hidden,
-            classes=key.classes,
-            stores=key.stage in ("loss_and_gradients", "saved_rows"),
-            d_input=key.d_input,
-            second=key.d_input or key.d_weight or key.d_bias,
-            copies_head=not w.gemm_compatible(),
-            copies_rows=not x.gemm_compatible(),
-            copied=key.copied_bytes,
-            exchanged=exchanged,
-            budget=key.memory_budget,
-        )
-        return ExecutionPlan(
-            key.implementation, "stored_logits", False, False, None, None, None, chunks, casts_head=False,
-            d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu, programs=0,
-            tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
-        )  # fmt: skip
+        return _chunked_plan(key)
+    if key.input.dtype == "float32":
+        return _stored_plan(key)
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    of_call, exchanged = _of_call(key), _exchanged(key)
     capability, gpu = key.device.capability, key.device.gpu
     if key.implementation == "triton_sm80" and capability >= 90:
         # The times of these kernels, relative to those of memory, are about the same on a newer GPU as on an A100.
@@ -378,6 +337,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     width = hidden * (1 + key.splits_head)  # of the operands of the logits
     tile = tile_config.choose_tile(capability, width)
     casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)
+    of_kernels: dict[str, Any] = {"hopper": hopper, "pointers": pointers, "arch": arch, "tile": tile}
+    of_kernels |= {"casts_head": casts_head, "programs": key.device.multiprocessors}
     needs_grad = key.d_input or key.d_weight or key.d_bias
     padded_hidden = tile_config.padded_hidden(width, x.itemsize)
     if pointers and padded_hidden >= tile_config.MAX_STRIDE:
@@ -488,12 +449,21 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
-            d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
-            gpu=gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
-            matmuls=matmuls, smooths=key.label_smoothing != 0, fits_float16=fits_float16,
-            reads_split_head=reads_split_head, gathering_ranks=key.gathers * key.ranks,
-        )  # fmt: skip
+            key.implementation,
+            "scaled_exp",
+            chunks,
+            gpu,
+            **of_call,
+            **of_kernels,
+            ampere_tile=ampere_tile,
+            d_input_tiling=tiling,
+            d_weight_kernel=d_weight_kernel,
+            holds_rows=holds_rows,
+            smooths=key.label_smoothing != 0,
+            fits_float16=fits_float16,
+            reads_split_head=reads_split_head,
+            gathering_ranks=key.gathers * key.ranks,
+        )
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=padded_hidden,
@@ -511,11 +481,61 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         exchanged=exchanged,
         budget=key.memory_budget,
     )
-    return ExecutionPlan(
-        key.implementation, "recompute", hopper, pointers, arch, tile, None, chunks, casts_head,
-        d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=gpu,
-        programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
-    )  # fmt: skip
+    return ExecutionPlan(key.implementation, "recompute", chunks, gpu, **of_call, **of_kernels)
+
+
+def _of_call(key: PlanKey) -> dict[str, Any]:
+    """Returns what every plan of a call has, by the names of `ExecutionPlan`."""
+    return {"tokens": key.input.shape[0], "memory_budget": key.memory_budget, "matmuls": matmuls_of(key)}
+
+
+def _exchanged(key: PlanKey) -> int:
+    """Returns the bytes of a row that the ranks of a vocabulary exchange: of this rank, of all ranks, and merged."""
+    return 8 * EXCHANGED * (key.ranks + 1) if key.ranks else 0
+
+
+def _chunked_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call without kernels."""
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    chunks = choose_chunked(
+        tokens=tokens,
+        hidden=hidden,
+        classes=key.classes,
+        itemsize=x.itemsize,
+        weight_itemsize=w.itemsize,
+        gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+        saves=key.stage == "saved_rows",
+        float16=x.dtype == "float16",
+        softcap=key.softcap,
+        entropy=key.entropy,
+        d_input=key.d_input,
+        d_weight=key.d_weight and key.stage != "saved_rows",
+        upcasts=x.dtype != "float32" and key.device.type != "cuda",
+        grad_into=key.grad_into,
+        splits_head=key.splits_head,
+        exchanged=_exchanged(key),
+        budget=key.memory_budget,
+    )
+    return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
+
+
+def _stored_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a float32 call: cuBLAS computes its logits, and kernels make two passes over them."""
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    chunks = choose_stored(
+        tokens=tokens,
+        hidden=hidden,
+        classes=key.classes,
+        stores=key.stage in ("loss_and_gradients", "saved_rows"),
+        d_input=key.d_input,
+        second=key.d_input or key.d_weight or key.d_bias,
+        copies_head=not w.gemm_compatible(),
+        copies_rows=not x.gemm_compatible(),
+        copied=key.copied_bytes,
+        exchanged=_exchanged(key),
+        budget=key.memory_budget,
+    )
+    return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **_of_call(key))
 
 
 def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str | None:

@@ -152,7 +152,7 @@ class SavedRows(NamedTuple):
     """What a forward pass keeps of the first S rows of a call, whose upstream gradients it does not know: MATH.md (41).
 
     Fields are None if not needed. The last six are None if the rows are not packed. If they are, all fields but
-    unit_d_input and unit_scale are in the order of the packed rows (`scaled_exp.PackedRows`).
+    unit_d_input and unit_scale are in the order of the packed rows (`packed_rows.PackedRows`).
     """
 
     e: Tensor | None  # (S, K or more), input's dtype: the exponentials F, or d_logits for an upstream gradient of 1

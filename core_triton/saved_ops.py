@@ -27,6 +27,7 @@ from torch import Tensor
 
 from core_triton import chunked, ops
 from core_triton.device import library_settings
+from core_triton.groups import grouped, kept
 from core_triton.ops import Arrays, Factors, LogProbs, Losses, Options, TokenWeights
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage, why_unsaved
 from core_triton.problem import (
@@ -172,7 +173,7 @@ def _made(needs_grad: NeedsGrad) -> NeedsGrad:
 
 
 def _packs(implementation: str, dtype: torch.dtype) -> bool:
-    """Whether the rows that are saved are packed: `scaled_exp.PackedRows`."""
+    """Whether the rows that are saved are packed: `packed_rows.PackedRows`."""
     return implementation != "chunked" and dtype != torch.float32
 
 
@@ -186,7 +187,7 @@ def check_saves(implementation: str, dtype: torch.dtype, label_smoothing: float)
 class SavedRowLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: SavedCall, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = run_saved_losses(*call) if ops.is_eager(call.arrays) else dispatched(call)
+        found = ops.below_autograd(run_saved_losses, dispatched_saved_losses, *call)
         ctx.options, ctx.needs_grad = call.options, call.needs_grad
         row_weight, lse, entropy = found.losses.row_weight, found.losses.lse, found.losses.entropy
         ctx.save_for_backward(*call.arrays, row_weight, lse, entropy, *found.saved)
@@ -217,7 +218,7 @@ class SavedRowLosses(torch.autograd.Function):
 
 def _apply(call: SavedCall) -> Losses:
     if torch.compiler.is_compiling():
-        return _parsed(call, torch.ops.linear_ce.saved_losses(*_flat(call))).losses
+        return dispatched_saved_losses(*call).losses
     results: Any = SavedRowLosses.apply(call, *call.arrays.differentiated())
     return Losses(*results)
 
@@ -248,7 +249,7 @@ def _save(
     """Returns the weighted loss of each row, the statistics, and what is kept of the first rows."""
 
     def plan_rows(rows: slice, stage: Stage, needs_grad: NeedsGrad, **of_pass: Any) -> Problem:
-        return ops._problem(stage, arrays.of_rows(rows), options, row_weight[rows], needs_grad, **of_pass)
+        return ops.make_problem(stage, arrays.of_rows(rows), options, row_weight[rows], needs_grad, **of_pass)
 
     count, packed = saved_rows(arrays, options, needs_grad), _packs(options.implementation, arrays.input.dtype)
     problem = _plan_passes(plan_rows, count, needs_grad, statistics=statistics, packed=packed)
@@ -259,7 +260,9 @@ def _save(
 
             loss, found, saved = save_rows(problem, needs_grad, statistics=statistics)
         else:
-            loss, found, saved = chunked.save_rows(ops._tiles(plan), problem, plan.chunk_config, needs_grad, statistics)
+            loss, found, saved = chunked.save_rows(
+                ops.tiles_of(plan), problem, plan.chunk_config, needs_grad, statistics
+            )
     if rows < len(row_weight):
         other_loss, other = ops.plan_b(
             arrays.of_rows(others), options, row_weight[others], statistics=statistics, reduce=False
@@ -287,7 +290,7 @@ def _gradients(
         in_place = not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
         return run_saved_gradients(arrays, options, factor, row_weight, lse, saved, needs_grad, in_place=in_place)
     found = torch.ops.linear_ce.saved_gradients(*arrays, *options, factor, row_weight, lse, *saved, *needs_grad)
-    return ops._in_place(Gradients, found, needs_grad)
+    return grouped(Gradients, found, needs_grad)
 
 
 def run_saved_gradients(
@@ -321,7 +324,7 @@ def run_saved_gradients(
         d_head = ops.plan_c(arrays.of_rows(others), options, upstream, lse[others], needs_grad, rest)
     of_first, factor = arrays.of_rows(first), factor[first]
     made = NeedsGrad(saved.unit_d_input is not None, saved.e is not None, False)
-    problem = ops._problem("saved_rows", of_first, options, row_weight[first], made)
+    problem = ops.make_problem("saved_rows", of_first, options, row_weight[first], made)
     plan = plan_of(problem)
     with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
@@ -333,7 +336,7 @@ def run_saved_gradients(
             assert saved.rho is not None
             input_factor = torch.where(factor == 0, 0.0, factor * saved.rho)
             head = needs_grad._replace(d_input=False)
-            problem = ops._problem("gradients", of_first, options, input_factor, head)
+            problem = ops.make_problem("gradients", of_first, options, input_factor, head)
             d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
     if d_input is not None:
         of_saved = Gradients(saved.unit_d_input, None, None)
@@ -345,23 +348,15 @@ def run_saved_gradients(
 # Calls of operators, which return a list of the results that are not None.
 
 
-def dispatched(call: SavedCall) -> SavedLosses:
-    """Calls the operator below autograd."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return _parsed(call, torch.ops.linear_ce.saved_losses(*_flat(call)))
-
-
-def _flat(call: SavedCall) -> tuple[Any, ...]:
-    arrays, weights, options, *rest, needs_grad = call
-    return *arrays, *weights, *options, *rest, *needs_grad
-
-
-def _parsed(call: SavedCall, found: list[Tensor]) -> SavedLosses:
-    there = ops._losses_there(statistics=call.statistics, backward=True)
-    losses, rest = ops._in_place(Losses, found, there), found[sum(there) :]
+def dispatched_saved_losses(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
+) -> SavedLosses:
+    found = torch.ops.linear_ce.saved_losses(*arrays, *weights, *options, statistics, *needs_grad)
+    there = ops.losses_there(statistics=statistics, backward=True)
+    losses, rest = grouped(Losses, found, there), found[sum(there) :]
     # Above autograd, which has saved them, the operator does not return the rows.
-    there = _saved_there(call.arrays, call.options, call.needs_grad) if rest else [False] * len(SavedRows._fields)
-    return SavedLosses(losses, ops._in_place(SavedRows, rest, there))
+    there = _saved_there(arrays, options, needs_grad) if rest else [False] * len(SavedRows._fields)
+    return SavedLosses(losses, grouped(SavedRows, rest, there))
 
 
 def _saved_there(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> list[bool]:
@@ -388,4 +383,4 @@ def fake_saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> 
         torch.empty_like(vector),
         torch.empty_like(vector),
     )
-    return SavedRows(*(one if kept else None for one, kept in zip(made, there, strict=True)))
+    return kept(SavedRows, made, there)

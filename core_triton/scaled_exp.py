@@ -140,16 +140,8 @@ def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tu
     if needs_grad.d_input and plan_of(problem).fits_float16:
         unit_scale = torch.empty_like(problem.row_weight)
     with on_device(x.device):
-        rows, loss, found, gradients = _run(
-            problem,
-            only_input,
-            statistics=statistics,
-            reduce=False,
-            hook=None,
-            d_input=None,
-            saved_e=e,
-            unit_scale=unit_scale,
-        )
+        options: dict[str, Any] = {"saved_e": e, "unit_scale": unit_scale}
+        rows, loss, found, gradients = _run(problem, only_input, statistics=statistics, **options)
     saved = NOTHING_SAVED._replace(e=e, unit_d_input=gradients.d_input, unit_scale=unit_scale)
     if e is not None:
         saved = saved._replace(
@@ -228,9 +220,9 @@ def _run(
     needs_grad: NeedsGrad,
     *,
     statistics: int,
-    reduce: bool,
-    hook: TokenHook | None,
-    d_input: Tensor | None,
+    reduce: bool = False,
+    hook: TokenHook | None = None,
+    d_input: Tensor | None = None,
     saved_e: Tensor | None = None,
     unit_scale: Tensor | None = None,
     scales: Tensor | None = None,

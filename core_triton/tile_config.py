@@ -346,7 +346,8 @@ def choose_scaled_exp(
         head_rows = min(classes, limit // block_v * block_v or (block_v if batch_invariant else MIN_VOCAB_CHUNK))
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
-    # `scaled_exp.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not full.
+    # `packed_rows.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not
+    # full.
     fixed += (3 * -(-tokens // (ROW_BLOCK // 2)) + 2) * -(-classes // block_v)
     in_workspace = stores and not saves
     d_weight_scratch = scales_d_weight * min(classes, MIN_VOCAB_CHUNK) * hidden

@@ -9,7 +9,7 @@ As in `ops.py`, a call is a `torch.autograd.Function` in eager mode, and an oper
 torch.compile. An operator takes named losses only (`token_losses.py`), because its arguments cannot hold a function.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from core_triton import ops, row_math, token_hook
 from core_triton.grad_into import AddsOnce
+from core_triton.groups import grouped, kept
 from core_triton.ops import Arrays, Factors, Losses, Options, TokenWeights
 from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics, TokenStats
@@ -67,12 +68,12 @@ def token_loss(
     of_tokens = function, per_token, needs_grad, d_per_token, stats, with_entropy
     call = TokenCall(arrays, weights, options, *of_tokens, grad_into)
     if torch.compiler.is_compiling():
-        loss, *rest = dispatch(call)
-        return loss, _stats_in_place(stats, rest)
+        loss, *rest = _dispatched(call)
+        return loss, grouped(TokenStats, rest, stats)
     if any(call.needs_grad) or any(call.d_per_token):
         found: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
         return found[0], TokenStats(*found[1:])
-    results = _run(call)
+    results = token_loss_below_autograd(call)
     return results.loss, results.stats
 
 
@@ -119,13 +120,7 @@ def token_stats(
         assert found.max is not None
         top1 = row_math.is_top1(row_weight, found.target_logit, found.max)
     made = log_prob, found.entropy, found.lse, found.argmax, top1, found.mean_logit, found.sum_squared_probs
-    return TokenStats(*(one if kept else None for one, kept in zip(made, stats, strict=True)))
-
-
-def _stats_in_place(stats: Sequence[bool], found: Iterable[Tensor]) -> TokenStats:
-    """Returns these fields of the statistics, the next results in `found`."""
-    rest = iter(found)
-    return TokenStats(*(next(rest) if wanted else None for wanted in stats))
+    return kept(TokenStats, made, stats)
 
 
 def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
@@ -137,7 +132,7 @@ class TokenLossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TokenCall, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.adds = AddsOnce(call.grad_into)
-        found = _run(call)
+        found = token_loss_below_autograd(call)
         ctx.memory_budget, ctx.dtypes = call.options.memory_budget, [one.dtype for one in call.per_token]
         ctx.save_for_backward(*found.gradients, found.scales, *found.d_per_token)
         ctx.mark_non_differentiable(*(one for one in found.stats if one is not None))
@@ -210,7 +205,7 @@ def _run_plan(call: TokenCall) -> TokenLossResults:
     return TokenLossResults(loss, made, gradients, scales, tuple(hook.d_per_token))
 
 
-def dispatch(call: TokenCall) -> list[Tensor]:
+def _dispatched(call: TokenCall) -> list[Tensor]:
     """Calls the operator. It returns the results that are not None, or above autograd the loss and the statistics."""
     arrays, weights, options, function, per_token, needs_grad, d_per_token, stats, *_ = call
     assert isinstance(function, Named), "an operator takes named losses only"
@@ -220,15 +215,14 @@ def dispatch(call: TokenCall) -> list[Tensor]:
     )
 
 
-def _run(call: TokenCall) -> TokenLossResults:
-    """Runs `run_token_loss`: through the operator if the arrays are not plain tensors and it can take the function."""
+def token_loss_below_autograd(call: TokenCall) -> TokenLossResults:
+    """Runs `run_token_loss` as `ops.below_autograd` does. An operator takes named losses only."""
     if ops.is_eager(call.arrays) or call.grad_into is not None or not isinstance(call.token_loss, Named):
         return run_token_loss(call)
     with torch._C._AutoDispatchBelowAutograd():
-        loss, *rest = dispatch(call)
+        loss, *rest = _dispatched(call)
     saved = iter(rest)
-    stats = _stats_in_place(call.stats, saved)
-    gradients = Gradients(*(next(saved) if needed else None for needed in call.needs_grad))
+    stats, gradients = grouped(TokenStats, saved, call.stats), grouped(Gradients, saved, call.needs_grad)
     scales = next(saved) if any(call.needs_grad) and call.arrays.input.dtype == torch.float16 else None
     d_per_token = tuple(next(saved) if needed else None for needed in call.d_per_token)
     return TokenLossResults(loss, stats, gradients, scales, d_per_token)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jax_pallas import launch, ops, row_math
-from jax_pallas.devices import ONE_DEVICE, Devices, check_shards, check_tokens, check_unsharded, with_gather
+from jax_pallas.devices import Devices, check_shards, check_tokens, check_unsharded, with_gather
 from jax_pallas.gathering import whole_head
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.primitives import varying
@@ -24,6 +24,7 @@ from linear_ce.spec import (
     check_choice,
     check_memory_budget,
     check_normalizer,
+    check_saved_budget,
 )
 from linear_ce.statistics import BY_ROW
 
@@ -98,10 +99,10 @@ def prepare(
     memory_budget: int | None,
     implementation: str | None,
     batch_invariant: bool,
-    saved_budget: int = 0,
+    saved_budget: int,
+    devices: Devices,
     *,
     statistics: int,
-    devices: Devices = ONE_DEVICE,
 ) -> Call:
     """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector.
 
@@ -109,6 +110,8 @@ def prepare(
     """
     *present, normalizer = arrays
     named: dict[str, Any] = dict(zip(ARRAYS, present, strict=True))
+    into, precision = named["grad_into"] is not None, spec.head_precision
+    saved_budget = check_saved_budget(saved_budget, spec.reduction, grad_into=into, head_precision=precision)
     check_are_arrays(named)
     if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
         normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked

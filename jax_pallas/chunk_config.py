@@ -5,6 +5,7 @@ It determines speed and memory. It changes results only by rounding.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
@@ -69,20 +70,12 @@ def workspace_model(
 def choose_chunked(
     *,
     tokens: int,
-    hidden: int,
     classes: int,
     itemsize: int,
-    weight_itemsize: int,
     gradients_in_forward: bool,
-    saves: bool = False,
-    float16: bool,
-    softcap: bool,
-    entropy: bool,
-    d_input: bool,
-    d_weight: bool,
-    grad_into: bool = False,
-    splits_head: bool = False,
+    saves: bool,
     budget: int,
+    **others: Any,
 ) -> ChunkConfig:
     """Returns the chunks of a call.
 
@@ -91,7 +84,7 @@ def choose_chunked(
         saves: d_logits are saved for the backward pass. d_weight then has no time in common with the logits, so chunks
             may have few rows.
         budget: bytes.
-        tokens, ...: of `workspace_model`.
+        tokens, classes, itemsize, others: of `workspace_model`.
 
     Raises:
         ValueError: as `choose_chunks`.
@@ -99,19 +92,7 @@ def choose_chunked(
 
     def model(*, keeps_logits: bool) -> WorkspaceModel:
         counted = workspace_model(
-            tokens=tokens,
-            hidden=hidden,
-            classes=classes,
-            itemsize=itemsize,
-            weight_itemsize=weight_itemsize,
-            keeps_logits=keeps_logits,
-            float16=float16,
-            softcap=softcap,
-            entropy=entropy,
-            d_input=d_input,
-            d_weight=d_weight,
-            grad_into=grad_into,
-            splits_head=splits_head,
+            tokens=tokens, classes=classes, itemsize=itemsize, keeps_logits=keeps_logits, **others
         )
         of_chunk = itemsize * classes * saves  # d_logits of a chunk's rows, before they are among those of all rows
         return replace(counted, per_row=counted.per_row + of_chunk)

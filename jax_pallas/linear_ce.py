@@ -37,7 +37,7 @@ from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_saved_budget
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -253,22 +253,13 @@ def linear_cross_entropy(
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18).
     """
-    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
-    spec = LossSpec(reduction, *options)
-    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
-    into = grad_into is not None
-    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
-    how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(
-        spec,
-        arrays,
-        vocab_axis,
-        *how,
-        statistics=0,
-        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
-    )
+    options = reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer
+    devices = devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather)
+    how = memory_budget, implementation, batch_invariant, saved_budget, devices
+    call = prepare(LossSpec(*options), arrays, vocab_axis, *how, statistics=0)
     loss, *_, total = _loss(call)
-    return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
+    return _with_total(loss.reshape(call.leading) if reduction == "none" else loss, total)
 
 
 @divides_explicit_axes
@@ -320,33 +311,24 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
-    spec = LossSpec(reduction, *options)
-    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
-    into = grad_into is not None
-    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
-    how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(
-        spec,
-        arrays,
-        vocab_axis,
-        *how,
-        statistics=MAX | LSE,
-        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
-    )
+    options = reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer
+    devices = devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather)
+    how = memory_budget, implementation, batch_invariant, saved_budget, devices
+    call = prepare(LossSpec(*options), arrays, vocab_axis, *how, statistics=MAX | LSE)
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
-    z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
+    z_loss = call.row_weight * call.options.spec.z_loss_weight * jnp.square(lse)
     right, total_of = row_math.is_top1(call.row_weight, target_logit, top), call.options.devices.sum
     stats = LossStats(
         lse=lse.reshape(call.leading),
         target_logit=target_logit.reshape(call.leading),
-        z_loss=z_loss.reshape(call.leading) if spec.reduction == "none" else total_of(z_loss.sum()),
+        z_loss=z_loss.reshape(call.leading) if reduction == "none" else total_of(z_loss.sum()),
         accuracy=total_of(right.sum()) / jnp.maximum(total_of(contributes.sum()), 1).astype(jnp.float32),
         n_valid=call.n_valid,
     )
-    return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total), stats
+    return _with_total(loss.reshape(call.leading) if reduction == "none" else loss, total), stats
 
 
 @divides_explicit_axes
@@ -404,21 +386,12 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = LossSpec("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    arrays = (input, linear_weight, target, linear_bias, None, None, grad_into, None)
-    into = grad_into is not None
-    saved_budget = check_saved_budget(saved_budget, "none", grad_into=into, head_precision=head_precision)
-    statistics = LSE | ENTROPY | BY_ROW
-    how = memory_budget, implementation, batch_invariant, saved_budget
-    call = prepare(
-        spec,
-        arrays,
-        vocab_axis,
-        *how,
-        statistics=statistics,
-        devices=devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
-    )
-    log_probs = (saved_ops if saved_budget else ops).log_probs
+    options = "none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, None, grad_into, None
+    devices = devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather)
+    how = memory_budget, implementation, batch_invariant, saved_budget, devices
+    call = prepare(LossSpec(*options), arrays, vocab_axis, *how, statistics=LSE | ENTROPY | BY_ROW)
+    log_probs = (saved_ops if call.options.saved_budget else ops).log_probs
     results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
@@ -511,17 +484,11 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
-    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += (
-        head_precision,
-        memory_budget,
-        implementation,
-        vocab_axis,
-        grad_into,
-        batch_invariant,
-        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
-    )
-    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, NO_STATS)[0]
+    options = reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer
+    devices = devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather)
+    how = vocab_axis, memory_budget, implementation, batch_invariant, 0, devices
+    return _token_loss(options, arrays, how, token_loss, per_token, NO_STATS, with_entropy=with_entropy)[0]
 
 
 @divides_explicit_axes
@@ -582,38 +549,28 @@ def linear_token_loss_with_stats(
     Source:
         linear_ce/MATH.md (3), (19), (20), (43), (44).
     """
-    options = reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size
-    options += (
-        head_precision,
-        memory_budget,
-        implementation,
-        vocab_axis,
-        grad_into,
-        batch_invariant,
-        devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather),
-    )
-    wanted = check_stats(stats)
-    return _token_loss(input, linear_weight, target, token_loss, per_token, with_entropy, options, wanted)
+    options = reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision
+    arrays = input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer
+    devices = devices_of(replicated, token_axis_names, vocab_axis_name, reduce_dtype, gather)
+    how = vocab_axis, memory_budget, implementation, batch_invariant, 0, devices
+    return _token_loss(options, arrays, how, token_loss, per_token, check_stats(stats), with_entropy=with_entropy)
 
 
 def _token_loss(
-    input: Array,
-    linear_weight: Array,
-    target: Array,
+    options: tuple[Any, ...],
+    arrays: tuple[Any, ...],
+    how: tuple[Any, ...],
     token_loss: Callable[..., Array],
     per_token: tuple[Array, ...],
-    with_entropy: bool,
-    options: tuple[Any, ...],
     stats: tuple[bool, ...],
+    *,
+    with_entropy: bool,
 ) -> tuple[Any, TokenStats]:
-    reduction, linear_bias, logit_scale, softcap, token_weight, normalizer, ignore_index, vocab_size, *rest = options
-    head_precision, memory_budget, implementation, vocab_axis, grad_into, batch_invariant, devices = rest
-    spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
+    """`options` are those of `LossSpec`, `arrays` and then `how` the other arguments of `prepare`."""
+    spec = LossSpec(*options)
     with_entropy = takes_entropy(token_loss, with_entropy)
     statistics = statistics_for(stats) | BY_ROW | (ENTROPY | D_ENTROPY) * with_entropy
-    how = memory_budget, implementation, batch_invariant
-    call = prepare(spec, arrays, vocab_axis, *how, statistics=statistics, devices=devices)
+    call = prepare(spec, arrays, *how, statistics=statistics)
     check_per_token(token_loss, per_token, call.leading, "target's")
     flat = tuple(jnp.asarray(values).reshape(-1) for values in per_token)
     arguments = with_entropy + len(per_token)

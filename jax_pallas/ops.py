@@ -93,14 +93,14 @@ def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, An
     losses, statistics, gradients, scales = _plan_a((options, needs_grad), *arrays)
     if options.has_grad_into:
         totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
-    gradients, scales = _summed(options, gradients, scales, arrays)
+    gradients, scales = summed_over_devices(options, gradients, scales, arrays)
     return (options.devices.sum(losses.sum()), *statistics, *totals), (jax.tree.map(as_residual, gradients), scales)
 
 
 def _loss_and_gradients_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     gradients, scales = residuals
     d_loss = dense(cotangents[0])
-    return options.cotangents(_scaled(gradients, d_loss, d_loss, scales))
+    return options.cotangents(_scaled(gradients, d_loss, scales))
 
 
 _ONLY_D_WEIGHT = NeedsGrad(False, True, False)
@@ -156,7 +156,7 @@ def row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
         losses, statistics, gradients, scales = _plan_a((options, needs_grad), *arrays)
         return (losses, *statistics), (
             None,
-            (jax.tree.map(as_residual, gradients), scales, options.named(arrays)["row_weight"]),
+            (jax.tree.map(as_residual, gradients), scales, options.row_weight(arrays)),
         )
     # Refuses what one of the passes could not do.
     plan_passes(
@@ -175,13 +175,13 @@ def row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     if made is not None:
         gradients, scales, row_weight = made
         d_row = own_rows(options.devices, jnp.where(row_weight != 0, d_loss, 0.0))[:, None]
-        scaled = _scaled(gradients, d_row, None, scales)
+        scaled = _scaled(gradients, d_row, scales)
         assert scaled.d_input is not None
         # A row of NaN whose upstream gradient is 0 has a zero gradient, as where it is computed here.
         d_input = jnp.where(d_row == 0, 0.0, scaled.d_input).astype(scaled.d_input.dtype)
         return options.cotangents(scaled._replace(d_input=d_input))
     arrays, lse, entropy, needs_grad = recomputed
-    row_weight = options.named(arrays)["row_weight"]
+    row_weight = options.row_weight(arrays)
     upstream = jnp.where(row_weight != 0, d_loss * row_weight, 0.0)
     d_entropy = _row_statistics_of(cotangents[1:], options.statistics).entropy
     if entropy is None or d_entropy is None or isinstance(d_entropy, SymbolicZero):
@@ -189,7 +189,7 @@ def row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     else:
         of_rows = -upstream, d_entropy, jnp.zeros_like(lse)  # the loss is -log_prob
         gradients = _log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows)
-    return options.cotangents(_summed(options, gradients, None, arrays)[0])
+    return options.cotangents(summed_over_devices(options, gradients, None, arrays)[0])
 
 
 row_losses_rule.defvjp(row_losses_fwd, row_losses_bwd, symbolic_zeros=True)
@@ -218,13 +218,13 @@ def log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, needs_grad = residuals
     d_log_prob, *others = cotangents
     if all(isinstance(one, SymbolicZero) for one in others):
-        row_weight = options.named(arrays)["row_weight"]
+        row_weight = options.row_weight(arrays)
         upstream = jnp.where(row_weight != 0, -dense(d_log_prob), 0.0)  # of the negative log-likelihood
         gradients = gradients_of_rows((options, needs_grad), arrays, lse, upstream)
     else:
         of_rows = tuple(map(dense, cotangents))
         gradients = _log_prob_gradients((options, needs_grad), arrays, entropy, lse, of_rows)
-    return options.cotangents(_summed(options, gradients, None, arrays)[0])
+    return options.cotangents(summed_over_devices(options, gradients, None, arrays)[0])
 
 
 def _log_prob_gradients(
@@ -233,8 +233,8 @@ def _log_prob_gradients(
     """Plan C's backward pass for the cotangents of log_prob, entropy and lse, (N,) each."""
     options, needs_grad = static
     used = jnp.stack([one != 0 for one in cotangents]).any(0)
-    row_weight = jnp.where(used, options.named(arrays)["row_weight"], 0.0)
-    arrays = options.arrays(**options.named(arrays) | {"row_weight": row_weight})
+    row_weight = jnp.where(used, options.row_weight(arrays), 0.0)
+    arrays = options.replaced(arrays, row_weight=row_weight)
     problem = make_problem("gradients", options, arrays, needs_grad, entropy=True)
     coefficients = row_math.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
@@ -253,7 +253,7 @@ def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
         rows, stats, gradients, _ = _token_plan_a((token, _ONLY_D_WEIGHT, nothing), *arrays)
         return token.devices.sum(rows.loss.sum()), *stats, *_totals(gradients)
     nll, found = losses_of_rows(token.options, *_unweighted(token.options, of_call))
-    row_weight = token.options.named(of_call)["row_weight"]
+    row_weight = token.options.row_weight(of_call)
     values = token.values(per_token, found.entropy)
     loss = _token_values(token.function, 0.0 - nll, row_weight, values, closure).sum()
     return token.devices.sum(loss), *_stats(token, 0.0 - nll, row_weight, found)
@@ -277,11 +277,11 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         rows, stats, gradients, scales = _token_plan_a((token, needs_grad, token_needs_grad), *arrays)
         if options.has_grad_into:
             totals, gradients = _totals(gradients), gradients._replace(d_weight=None)
-        gradients, scales = _summed(options, gradients, scales, token.split(arrays)[0])
+        gradients, scales = summed_over_devices(options, gradients, scales, token.split(arrays)[0])
     else:
         of_call, per_token, closure = token.split(arrays)
         nll, found = losses_of_rows(options, *_unweighted(options, of_call))
-        row_weight = options.named(of_call)["row_weight"]
+        row_weight = options.row_weight(of_call)
         needs = token_needs_grad.per_token
         static = (token.function, token_needs_grad._replace(per_token=(False,) * token.with_entropy + needs))
         values = token.values(per_token, found.entropy)
@@ -307,7 +307,7 @@ def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any
         None if gradient is None else (gradient * d_loss).astype(like.dtype)
         for gradient, like in zip(of_tokens, dtypes, strict=True)
     )
-    return (*token.options.cotangents(_scaled(gradients, d_loss, d_loss, scales)), *scaled)
+    return (*token.options.cotangents(_scaled(gradients, d_loss, scales)), *scaled)
 
 
 _token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)
@@ -354,8 +354,7 @@ def _token_needs_grad(per_token: Sequence[Any], closure: Sequence[Any]) -> Token
 def _unweighted(options: Options, arrays: Sequence[Array]) -> Any:
     """Returns the arrays of a call with row weights 1 in the rows that contribute: losses are then negative
     log-likelihoods."""
-    named = options.named(arrays)
-    return options.arrays(**named | {"row_weight": (named["row_weight"] != 0).astype(jnp.float32)})
+    return options.replaced(arrays, row_weight=(options.row_weight(arrays) != 0).astype(jnp.float32))
 
 
 def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
@@ -363,14 +362,14 @@ def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
     the fields of `TokenStats` that the call asked for."""
     of_call, per_token, closure = token.split(arrays)
     nll, *rest = row_losses(token.options, *_unweighted(token.options, of_call))
-    row_weight, found = token.options.named(of_call)["row_weight"], _row_statistics_of(rest, token.options.statistics)
+    row_weight, found = token.options.row_weight(of_call), _row_statistics_of(rest, token.options.statistics)
     values = token.values(per_token, found.entropy)
     of_rows = replace(token, per_token=len(values))
     loss = token_rows(of_rows, 0.0 - nll, row_weight, *values, *closure)[0]
     return loss, *_stats(token, jax.lax.stop_gradient(0.0 - nll), row_weight, found)
 
 
-def _summed(options: Options, gradients: Gradients, scales: Any, arrays: Arrays) -> tuple[Gradients, Any]:
+def summed_over_devices(options: Options, gradients: Gradients, scales: Any, arrays: Arrays) -> tuple[Gradients, Any]:
     """Returns gradients whose parts of linear_weight and linear_bias are sums over the devices that have different
     tokens, rounded to their dtypes afterwards, and the powers of two that all gradients carry.
 
@@ -402,19 +401,19 @@ def _summed_closure(token: TokenOptions, d_closure: Sequence[Array | None], clos
     return tuple(None if d is None else token.devices.sum_of_shared(d, array) for d, array in pairs)
 
 
-def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:
+def _scaled(gradients: Gradients, factor: Array, scales: Any) -> Gradients:
     """Returns gradients times what came from upstream, rounded once."""
 
-    def scaled(gradient: Array | None, factor: Any, scale: Any) -> Array | None:
+    def scaled(gradient: Array | None, scale: Any) -> Array | None:
         if gradient is None:
             return None
         return (gradient * (factor if scale is None else factor / scale)).astype(gradient.dtype)
 
     input_scale, head_scale = (None, None) if scales is None else scales
     return Gradients(
-        scaled(gradients.d_input, input_factor, input_scale),
-        scaled(gradients.d_weight, head_factor, head_scale),
-        scaled(gradients.d_bias, head_factor, head_scale),
+        scaled(gradients.d_input, input_scale),
+        scaled(gradients.d_weight, head_scale),
+        scaled(gradients.d_bias, head_scale),
     )
 
 
@@ -535,7 +534,7 @@ def gradients_of_rows(
     logits once and stores exponentials in place of d_logits.
     """
     options, needs_grad = static
-    arrays = options.arrays(**options.named(arrays) | {"row_weight": upstream})
+    arrays = options.replaced(arrays, row_weight=upstream)
     problem = make_problem("row_gradients", options, arrays, needs_grad, lowering)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
@@ -570,7 +569,7 @@ def _gradients(
 def forward_problem(options: Options, arrays: Sequence[Array], lowering: Lowering | None = None) -> Problem:
     """Returns the problem of plan B. Where the backward pass adds to grad_into, plan B is that of a call without it."""
     if options.adds_in_backward:
-        arrays = options.arrays(**options.named(arrays) | {"grad_into": None})
+        arrays = options.replaced(arrays, grad_into=None)
     stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
     return make_problem(stage, options, arrays, NO_GRADIENTS, lowering, statistics=options.statistics)
 
@@ -599,8 +598,7 @@ def make_problem(
     Raises:
         ValueError: the call is lowered for several devices, to which XLA cannot distribute it.
     """
-    shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
-    problem = Problem(**options.named(arrays), **shared, devices=options.devices)
+    problem = Problem(**options.named(arrays), **options.of_problem())
     offset = vocab_shard.first_class(options.devices, problem.linear_weight.shape[options.vocab_axis])
     problem = replace(problem, vocab_offset=offset)
     implementation = implementation_of(options, arrays, lowering)
@@ -725,7 +723,7 @@ def operator_of_rows(name: str, rule: Any) -> Callable[..., Arrays]:
         return _unflattened(operator(options, *arrays), batch)
 
     operator = differentiable(name, rule, _by_batch(flattened))
-    return operator
+    return on_devices(operator, rule, _places)
 
 
 def _loss_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
@@ -783,8 +781,8 @@ loss_and_gradients = on_devices(
     _loss_and_gradients,
     _places,
 )
-row_losses = on_devices(operator_of_rows("linear_ce_row_losses", row_losses_rule), row_losses_rule, _places)
-log_probs = on_devices(operator_of_rows("linear_ce_log_probs", log_probs_rule), log_probs_rule, _places)
+row_losses = operator_of_rows("linear_ce_row_losses", row_losses_rule)
+log_probs = operator_of_rows("linear_ce_log_probs", log_probs_rule)
 token_loss_and_gradients = on_devices(
     differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch), _token_loss, _places_of_token_loss
 )

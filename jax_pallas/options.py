@@ -73,6 +73,18 @@ class Options:
         optional = {"linear_bias": linear_bias, "class_weight": class_weight, "grad_into": grad_into}
         return dict(zip(names, arrays[:4], strict=True)) | optional
 
+    def row_weight(self, arrays: Sequence[Any]) -> Any:
+        """Returns the row weights of `arrays`."""
+        return self.named(arrays)["row_weight"]
+
+    def replaced(self, arrays: Sequence[Any], **others: Any) -> Any:
+        """Returns `arrays` with others in place of those of these names."""
+        return self.arrays(**self.named(arrays) | others)
+
+    def of_problem(self) -> dict[str, Any]:
+        """Returns the options by the names that `Problem` has for them."""
+        return {"spec": self.spec, "classes": self.classes, "vocab_axis": self.vocab_axis, "devices": self.devices}
+
     def needs_grad(self, primals: Sequence[Any]) -> NeedsGrad:
         """Returns which gradients are computed, from the primals of a forward rule."""
         named = self.named(primals)

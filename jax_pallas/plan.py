@@ -6,7 +6,7 @@ determines speed and memory. It changes results only by rounding.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax_pallas import launch, tile_config
 from jax_pallas.chunk_config import choose_chunked
@@ -79,19 +79,19 @@ class ExecutionPlan:
         implementation: "mosaic", "pallas_triton" or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
             logits for the gradients: 4 matmuls. "chunked" uses XLA operators only.
-        hopper: whether the matmul kernels are those for sm_90, in Mosaic, or those of Pallas' Triton backend.
-        tile: the tile of logits; None if no kernel runs.
         chunks: the rows of a chunk, and what depends on them.
+        gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
             rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time. A copy of a split
             head has both parts side by side.
+        hopper: whether the matmul kernels are those for sm_90, in Mosaic, or those of Pallas' Triton backend.
+        tile: the tile of logits; None if no kernel runs.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
         d_weight_kernel: whether our kernel computes d_weight, or XLA's GEMM.
-        gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
         fits_float16: whether scaled exponentials of float16 are fitted to its range (`float16.py`). Where no gradient
@@ -104,17 +104,17 @@ class ExecutionPlan:
 
     implementation: str
     path: Path
-    hopper: bool
-    tile: TileConfig | None
     chunks: ChunkConfig | ScaledExpConfig
+    gpu: str
     tokens: int
     memory_budget: int
     matmuls: tuple[str, ...]
-    casts_head: bool
-    vocab_chunks_in_place: bool
-    d_input_kernel: bool
-    d_weight_kernel: bool
-    gpu: str
+    casts_head: bool = False
+    hopper: bool = False
+    tile: TileConfig | None = None
+    vocab_chunks_in_place: bool = False
+    d_input_kernel: bool = False
+    d_weight_kernel: bool = False
     d_weight_starts: bool = False
     fits_float16: bool = False
     saved: SavedRowCount | None = None
@@ -294,31 +294,10 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             plan = plan_passes(*(partial(make_plan, one) for one in keys))
         first = (f"{name} of the losses" for name in plan.matmuls if name.startswith("logits"))
         return replace(plan, matmuls=(*first, *plan.matmuls))
-    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    matmuls = matmuls_of(key)
-    vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
     if key.implementation == "chunked":
-        chunks = choose_chunked(
-            tokens=tokens,
-            hidden=hidden,
-            classes=key.classes,
-            itemsize=x.itemsize,
-            weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
-            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
-            float16=x.dtype == "float16",
-            softcap=key.softcap,
-            entropy=key.entropy,
-            d_input=key.d_input,
-            d_weight=key.d_weight and key.stage != "saved_rows",
-            grad_into=key.grad_into,
-            splits_head=key.splits_head,
-            budget=key.memory_budget,
-        )
-        return ExecutionPlan(
-            "chunked", "chunked", False, None, chunks, tokens, key.memory_budget, matmuls, casts_head,
-            vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False, gpu=key.device.gpu,
-        )  # fmt: skip
+        return _chunked_plan(key)
+    (tokens, hidden), x, w, of_call = key.input.shape, key.input, key.linear_weight, _of_call(key)
+    vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
     hopper = key.implementation == "mosaic"
     # The kernels of scaled exponentials split a head, and round shards. `recompute` rounds other heads.
     takes_head = not casts_head or key.splits_head or (key.shards > 0 and x.dtype == "bfloat16")
@@ -351,6 +330,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     tile = tile_config.choose_tile(hopper=hopper)
+    of_kernels: dict[str, Any] = {"hopper": hopper, "tile": tile, "vocab_chunks_in_place": vocab_chunks_in_place}
     if scaled_exp:
         shifts = (1 + hopper) * (fits_float16 and needs_grad)  # numbers
 
@@ -367,9 +347,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                     shard += 4 * rows * hidden + copied
             if multiplies:
                 size = tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
-                return (
-                    size + key.splits_head * rows * hidden * x.itemsize + shard
-                )  # the low halves of the targets' rows
+                low = key.splits_head * rows * hidden * x.itemsize  # halves of the targets' rows
+                return size + low + shard
             return max(4 * rows * hidden, shard)  # of XLA's GEMM
 
         # The rows of exponentials that fit a row of a new d_weight, which the first chunk writes. TMA reads tiles of 8
@@ -442,12 +421,19 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )
-        copies = casts_head and (hopper or key.d_input)  # the other kernels of the logits cast the head
         return ExecutionPlan(
-            key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, copies,
-            vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=multiplies,
-            d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts, fits_float16=fits_float16,
-        )  # fmt: skip
+            key.implementation,
+            "scaled_exp",
+            chunks,
+            key.device.gpu,
+            **of_call,
+            **of_kernels,
+            casts_head=casts_head and (hopper or key.d_input),  # the other kernels of the logits cast the head
+            d_input_kernel=multiplies,
+            d_weight_kernel=multiplies,
+            d_weight_starts=d_weight_starts,
+            fits_float16=fits_float16,
+        )
     d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into and not fits_float16
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
@@ -463,11 +449,36 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         in_place=d_weight_kernel,
         budget=key.memory_budget,
     )
-    return ExecutionPlan(
-        key.implementation, "recompute", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
-        vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
-        gpu=key.device.gpu,
-    )  # fmt: skip
+    of_kernels |= {"casts_head": casts_head, "d_weight_kernel": d_weight_kernel}
+    return ExecutionPlan(key.implementation, "recompute", chunks, key.device.gpu, **of_call, **of_kernels)
+
+
+def _of_call(key: PlanKey) -> dict[str, Any]:
+    """Returns what every plan of a call has, by the names of `ExecutionPlan`."""
+    return {"tokens": key.input.shape[0], "memory_budget": key.memory_budget, "matmuls": matmuls_of(key)}
+
+
+def _chunked_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call without kernels."""
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    chunks = choose_chunked(
+        tokens=tokens,
+        hidden=hidden,
+        classes=key.classes,
+        itemsize=x.itemsize,
+        weight_itemsize=w.itemsize,
+        gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+        saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
+        float16=x.dtype == "float16",
+        softcap=key.softcap,
+        entropy=key.entropy,
+        d_input=key.d_input,
+        d_weight=key.d_weight and key.stage != "saved_rows",
+        grad_into=key.grad_into,
+        splits_head=key.splits_head,
+        budget=key.memory_budget,
+    )
+    return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
 
 
 def why_unsaved(

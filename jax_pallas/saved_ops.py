@@ -59,8 +59,7 @@ def saved_rows(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> Saved
 
 def _unplanned(options: Options, arrays: Arrays) -> Problem:
     """Returns the problem of a call without its plan."""
-    shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
-    return Problem(**options.named(arrays), **shared, devices=options.devices)
+    return Problem(**options.named(arrays), **options.of_problem())
 
 
 def _count(x: Array, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
@@ -137,7 +136,7 @@ def _check_passes(
             name: jax.ShapeDtypeStruct((count, *named[name].shape[1:]), named[name].dtype)
             for name in ("input", "target", "row_weight")
         }
-        return options.arrays(**named | shapes)
+        return options.replaced(arrays, **shapes)
 
     first, rest = of_rows(rows), of_rows(len(named["target"]) - rows)
     passes: list[Callable[[], Any]] = [partial(_saved_problem, options, first, needs_grad, None)]
@@ -218,9 +217,9 @@ def _residuals(arrays: Arrays, found: RowStatistics, saved: SavedRows, needs_gra
 def _of_upstream(options: Options, kept: Any, d_loss: Array) -> Any:
     """Returns the results of a backward rule for upstream gradients (N,) of the losses."""
     arrays, _, lse, saved, needs_grad = kept
-    factor = jnp.where(options.named(arrays)["row_weight"] != 0, d_loss, 0.0)
+    factor = jnp.where(options.row_weight(arrays) != 0, d_loss, 0.0)
     gradients = _saved_gradients((options, needs_grad), arrays, factor, lse, saved)
-    return options.cotangents(ops._summed(options, gradients, None, arrays)[0])
+    return options.cotangents(ops.summed_over_devices(options, gradients, None, arrays)[0])
 
 
 @opaque("linear_ce_saved_losses")
@@ -251,7 +250,7 @@ def _saved_losses(
 
 def _of_rows(options: Options, arrays: Arrays, rows: slice) -> Arrays:
     named = options.named(arrays)
-    return options.arrays(**named | {name: named[name][rows] for name in ("input", "target", "row_weight")})
+    return options.replaced(arrays, **{name: named[name][rows] for name in ("input", "target", "row_weight")})
 
 
 def _saved_problem(options: Options, arrays: Arrays, needs_grad: NeedsGrad, lowering: Lowering | None) -> Problem:
@@ -304,7 +303,7 @@ def _saved_gradients(
     d_head, d_others = NOTHING_COMPUTED, None
     if rows < tokens:
         others = _of_rows(options, arrays, slice(rows, None))
-        row_weight, of_others = options.named(others)["row_weight"], factor[rows:]
+        row_weight, of_others = options.row_weight(others), factor[rows:]
         upstream = jnp.where(of_others != 0, of_others * row_weight, 0.0)
         # The sum of all rows is sent if the head was gathered.
         unsent = replace(options, devices=options.devices._replace(gather=None)) if sends else options
@@ -320,7 +319,7 @@ def _saved_gradients(
     else:
         assert saved.rho is not None
         input_factor = jnp.where(factor == 0, 0.0, factor * saved.rho)
-        first = options.arrays(**options.named(first) | {"row_weight": input_factor})
+        first = options.replaced(first, row_weight=input_factor)
         problem = _head_problem(options, first, needs_grad, lowering)
         d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
     d_input = None
@@ -332,5 +331,5 @@ def _saved_gradients(
     return d_head._replace(d_input=d_input, d_weight=own_part(options, problem, d_head.d_weight))
 
 
-row_losses = ops.on_devices(ops.operator_of_rows("linear_ce_saved_row_losses", _row_losses), _row_losses, ops._places)
-log_probs = ops.on_devices(ops.operator_of_rows("linear_ce_saved_log_probs", _log_probs), _log_probs, ops._places)
+row_losses = ops.operator_of_rows("linear_ce_saved_row_losses", _row_losses)
+log_probs = ops.operator_of_rows("linear_ce_saved_log_probs", _log_probs)

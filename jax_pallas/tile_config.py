@@ -89,7 +89,7 @@ class SplitKSchedule:
 
     d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle. Programs
     that run at the same time read the same classes, so that they share what they read from device memory
-    (`hopper_gradients.work_unit_of`).
+    (`input_grad.work_unit_of`).
 
     Args:
         tile_rows: rows of a tile. It has 128 columns of D.

@@ -490,7 +490,7 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     shards = list(shards_of(case, t, row_weight, class_weight))
 
     def statistics(shard: Problem) -> row_math.Partial:
-        return chunked.chunk_statistics(shard, everything, 128, tiles=ops._tiles(plan_of(shard)))
+        return chunked.chunk_statistics(shard, everything, 128, tiles=ops.tiles_of(plan_of(shard)))
 
     merged = statistics(shards[0])
     for shard in shards[1:]:
@@ -501,7 +501,7 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
     config = ChunkConfig(rows=64, vocab_chunk=128, float32_sum=True)
     parts = [
-        chunked.gradients(ops._tiles(plan_of(shard)), shard, config, found.lse, coefficients, needs_grad)
+        chunked.gradients(ops.tiles_of(plan_of(shard)), shard, config, found.lse, coefficients, needs_grad)
         for shard in shards
     ]
     gradients = {

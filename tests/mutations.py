@@ -835,7 +835,7 @@ SCALE = (
     Mutation("jax_pallas/gathering.py", "[0, 2, 3]", "[2, 3]", tests("jax_pallas_sharded", "saved")),
     Mutation(
         "jax_pallas/saved_ops.py",
-        "ops._summed(options, gradients, None, arrays)[0]",
+        "ops.summed_over_devices(options, gradients, None, arrays)[0]",
         "gradients",
         tests("jax_pallas_sharded", "saved"),
     ),
@@ -945,7 +945,7 @@ HEAD_FLOAT32 = (
     Mutation(
         "jax_pallas/ops.py", 'adds_in_backward) or axis_of["grad_into"] is not None', "adds_in_backward)", JAX_INTO
     ),
-    Mutation("jax_pallas/ops.py", '(arrays) | {"grad_into": None})', "(arrays))", JAX_INTO),
+    Mutation("jax_pallas/ops.py", "arrays = options.replaced(arrays, grad_into=None)", "pass", JAX_INTO),
     Mutation(
         "jax_pallas/explanation.py", "grad_into=grad_into if any(needs_grad) else None", "grad_into=grad_into", JAX_INTO
     ),
@@ -1143,7 +1143,7 @@ SAVED_ROWS = (
     ),
     Mutation(
         "jax_pallas/saved_ops.py",
-        'factor = jnp.where(options.named(arrays)["row_weight"] != 0, d_loss, 0.0)',
+        "factor = jnp.where(options.row_weight(arrays) != 0, d_loss, 0.0)",
         "factor = d_loss",
         JAX_SAVED,
     ),

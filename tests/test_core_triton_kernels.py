@@ -142,19 +142,19 @@ class Call(NamedTuple):
             return found if sent is None else found._replace(d_weight=sent.result)
         if stage == "loss_and_gradients":
             found = chunked.loss_and_gradients(
-                ops._tiles(plan), problem, plan.chunk_config, needs_grad, (array(), array()), statistics
+                ops.tiles_of(plan), problem, plan.chunk_config, needs_grad, (array(), array()), statistics
             )[2]
         elif stage == "losses":
-            chunked.losses(ops._tiles(plan), problem, plan.chunk_config, statistics)
+            chunked.losses(ops.tiles_of(plan), problem, plan.chunk_config, statistics)
             return ()
         elif stage == "statistics":
-            chunked.row_statistics(ops._tiles(plan), problem, plan.chunk_config, statistics)
+            chunked.row_statistics(ops.tiles_of(plan), problem, plan.chunk_config, statistics)
             return ()
         else:
             row = problem.row_weight
             beta, sigma = row if entropy else None, row if self.smoothing else None
             coefficients = Coefficients(row, row, beta, sigma)
-            found = chunked.gradients(ops._tiles(plan), problem, plan.chunk_config, row, coefficients, needs_grad)
+            found = chunked.gradients(ops.tiles_of(plan), problem, plan.chunk_config, row, coefficients, needs_grad)
         return tuple(found)
 
 

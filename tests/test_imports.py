@@ -177,15 +177,15 @@ ONE_FRAMEWORK_ONLY = {
         ),
         # What token_ops.py takes from it, and what saved_ops.py does.
         *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
-        *("plan_c", "log_prob_gradients", "stage_of_plan_b", "recorded"),
-        "is_eager",  # for PyTorch's eager mode
+        *("plan_c", "log_prob_gradients", "stage_of_plan_b", "losses_there", "recorded"),
+        *("is_eager", "below_autograd"),  # for PyTorch's eager mode
+        *("dispatched_loss_and_gradients", "dispatched_losses", "dispatched_log_probs"),  # call operators
         *("in_forward", "device_of"),  # what gathered_tokens.py and explain take from it
         # The rules of operators in JAX, their problems and what else saved_ops.py takes from it.
         *("rule_of_arrays", "row_losses_rule", "row_losses_fwd", "row_losses_bwd", "log_probs_rule", "log_probs_fwd"),
         *("log_probs_bwd", "no_rows", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
-        *("implementation_of", "make_problem", "tiles_of", "as_residual", "dense", "operator_of_rows"),
+        *("implementation_of", "as_residual", "dense", "operator_of_rows", "summed_over_devices"),
     },
-    "linear_ce.py": {"Explanation"},  # in JAX, explanation.py defines it
     "plan.py": {"DeviceInfo", "shards_are_scaled"},  # in JAX, launch.py defines it; shards are chunked
     "problem.py": {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
@@ -207,7 +207,7 @@ ONE_FRAMEWORK_ONLY = {
     },
     "saved_ops.py": {
         *("SavedCall", "SavedLosses", "SavedRowLosses"),  # an operator, and its autograd function
-        *("run_saved_losses", "run_saved_gradients", "dispatched", "fake_saved_rows"),
+        *("run_saved_losses", "run_saved_gradients", "dispatched_saved_losses", "fake_saved_rows"),
         *("losses", "log_probs"),  # variables in JAX, the results of custom_vjp
     },
     "scaled_exp.py": {
