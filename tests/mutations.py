@@ -425,8 +425,8 @@ TOKEN_LOSSES = (
     Mutation("core_triton/scaled_exp.py", "hook.process(rows.order[chunk],", "hook.process(chunk,", KERNEL_TOKENS),
     Mutation(
         "core_triton/operators.py",
-        "parameters=tuple(function.parameters)",
-        "parameters=function.parameters",
+        "tuple(field) if isinstance(field, list) else field",
+        "field",
         tests("core_triton_token_loss", "named_loss_compiles"),
     ),
     *(
