@@ -1328,7 +1328,7 @@ def prepare_process() -> None:
     tl.core.tensor.__init__ = _init_tensor
     _patch_language()
     if "PLAIN_INTERPRETER" not in os.environ:
-        quick_interpreter.install(_shape)
+        quick_interpreter.install(_shape, _sizes)
     torch.use_deterministic_algorithms(True)  # fills new buffers with NaN, so that unwritten elements show
     torch.set_num_threads(1)
     # NumPy, which interprets the kernels, warns of infinities and NaN, which the edge cases contain on purpose. It also

@@ -6,9 +6,11 @@ is a Python number that the dtype has. All other operands go to the interpreter'
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
+import programs_at_once
 import triton.language as tl
 from triton._C.libtriton import interpreter as memory
 from triton.language.semantic import TritonSemantic
@@ -34,6 +36,7 @@ _new = object.__new__
 _types: dict[tuple[int, int], tuple[Any, Any]] = {}  # type and number of elements, by dtype and shape
 _pointers: dict[Any, Any] = {}  # types of blocks of pointers, by what their type has and by shape
 _shape_of: Callable[[tuple[int, ...]], tuple[Any, int, Any, Any]]
+_sizes_of: Callable[[Any], tuple[int, ...]]
 _scalar: Any  # the shape of scalars
 
 
@@ -42,8 +45,9 @@ def _tensor(data: np.ndarray, dtype: Any, shape: Any) -> Any:
     key = id(dtype), id(shape)  # both exist until the end
     found = _types.get(key)
     if found is None:
-        kind = dtype if shape is _scalar else tl.block_type(dtype, list(data.shape))
-        found = _types[key] = kind, _shape_of(() if shape is _scalar else data.shape)[3]
+        sizes = _sizes_of(shape)
+        kind = tl.block_type(dtype, list(sizes)) if sizes else dtype
+        found = _types[key] = kind, _shape_of(sizes)[3]
     return _of_type(data, dtype, found[0], shape, found[1])
 
 
@@ -54,10 +58,10 @@ def _of_type(data: np.ndarray, dtype: Any, kind: Any, shape: Any, numel: Any) ->
     return tensor
 
 
-def _common_shape(left: Any, right: Any, data: np.ndarray) -> Any:
+def _common_shape(left: Any, right: Any) -> Any:
     if left is right or right is _scalar:
         return left
-    return right if left is _scalar else _shape_of(data.shape)[2]
+    return right if left is _scalar else _shape_of(np.broadcast_shapes(_sizes_of(left), _sizes_of(right)))[2]
 
 
 def _operator(function: Any, slow: Any, dtypes: set[int], *, compares: bool = False, reverse: bool = False) -> Any:
@@ -72,7 +76,7 @@ def _operator(function: Any, slow: Any, dtypes: set[int], *, compares: bool = Fa
                         dtype = tl.int64
                     left, right = self.handle.data, other.handle.data
                     data = function(right, left) if reverse else function(left, right)
-                    shape = _common_shape(self.shape, other.shape, data)
+                    shape = _common_shape(self.shape, other.shape)
                     return _tensor(data, tl.int1 if compares else dtype, shape)
             elif _fits(dtype, kind, other, compares):
                 data = self.handle.data
@@ -103,14 +107,14 @@ def _pointer_sum(slow: Any) -> Any:
         size = max(1, dtype.element_ty.primitive_bitwidth // 8)
         data = self.handle.data + size * other.handle.data.astype(np.uint64)
         mine = self.shape
-        shape = _common_shape(mine, other.shape, data)
+        shape = _common_shape(mine, other.shape)
         if shape is mine:
             return _of_type(data, dtype, self.type, shape, self.numel)
         key = dtype.name, dtype.address_space, dtype.const, id(shape)
         kind = _pointers.get(key)
         if kind is None:
-            kind = _pointers[key] = tl.block_type(dtype, list(data.shape))
-        return _of_type(data, dtype, kind, shape, _shape_of(data.shape)[3])
+            kind = _pointers[key] = tl.block_type(dtype, list(_sizes_of(shape)))
+        return _of_type(data, dtype, kind, shape, _shape_of(_sizes_of(shape))[3])
 
     return call
 
@@ -133,9 +137,15 @@ def _of_mask(mask: Any, pointer: Any) -> Any:
         return _full(np.bool_, True, pointer.handle.data.shape)
     if type(mask) is not Tensor or mask.dtype is not tl.int1:
         return None
-    if mask.shape is pointer.shape:
-        return mask.handle.data
-    return np.broadcast_to(mask.handle.data, pointer.handle.data.shape) if mask.shape is _scalar else None
+    if mask.shape is not pointer.shape and mask.shape is not _scalar:
+        return None
+    data = mask.handle.data
+    return data if data.shape == pointer.handle.data.shape else np.broadcast_to(data, _common(data, pointer))
+
+
+def _common(data: np.ndarray, other: Any) -> tuple[int, ...]:
+    """Returns the shape of arrays that may be of several programs: `programs_at_once`."""
+    return np.broadcast_shapes(data.shape, other.handle.data.shape)
 
 
 _options_seen: set[Any] = set()  # the interpreter checks options the first time
@@ -150,6 +160,8 @@ def _load(slow: Any) -> Any:
             zero = other is None or (mask is not None and type(other) in (int, float) and str(other) in ("0", "0.0"))
             if inside is not None and zero and element is not tl.int1 and id(element) in SINGLE:
                 data, dtype = pointer.handle.data, NUMPY[element]
+                if data.shape != inside.shape:
+                    data = np.broadcast_to(data, inside.shape)
                 found = memory.load(data, inside, _full(dtype, 0, data.shape), np.dtype(dtype))
                 return _tensor(found, element, pointer.shape)
         found = slow(pointer, mask, other, **options)
@@ -169,6 +181,9 @@ def _store(slow: Any) -> Any:
                     value = interpreter.interpreter_semantic.cast(value, element)
                 if type(value) is Tensor and (value.shape is pointer.shape or value.shape is _scalar):
                     data, values = pointer.handle.data, value.handle.data
+                    if programs_at_once.Running.programs is not None:
+                        programs_at_once.store(data, values, inside)
+                        return None
                     values = values if values.shape == data.shape else np.broadcast_to(values, data.shape)
                     memory.store(data, values, inside)
                     return None
@@ -222,9 +237,8 @@ def _where(slow: Any) -> Any:
                 choices.append(NUMPY[dtype](one))
             else:
                 return slow(condition, x, y)
-        data = np.where(condition.handle.data, *choices)
-        scalar = all(one.shape is _scalar for one in (condition, *tensors))
-        return _tensor(data, dtype, _scalar if scalar else _shape_of(data.shape)[2])
+        shapes = (one.shape for one in (condition, *tensors))
+        return _tensor(np.where(condition.handle.data, *choices), dtype, reduce(_common_shape, shapes))
 
     return call
 
@@ -235,8 +249,10 @@ def _getitem(slow: Any) -> Any:
     def call(self: Any, places: Any) -> Any:
         block = self.shape is not _scalar and id(self.dtype) in SINGLE
         if block and type(places) is tuple and all(place is None or place == whole for place in places):
-            data = self.handle.data[places]
-            return _tensor(data, self.dtype, _shape_of(data.shape)[2])
+            data, several = self.handle.data, programs_at_once.is_of_several(self.handle.data)
+            data = programs_at_once.expanded(data, places) if several else data[places]
+            sizes = iter(_sizes_of(self.shape))
+            return _tensor(data, self.dtype, _shape_of(tuple(1 if one is None else next(sizes) for one in places))[2])
         return slow(self, places)
 
     return call
@@ -251,15 +267,18 @@ def _to_tensor(slow: Any) -> Any:
     return call
 
 
-def install(shape_of: Callable[[tuple[int, ...]], tuple[Any, int, Any, Any]]) -> None:
+def install(
+    shape_of: Callable[[tuple[int, ...]], tuple[Any, int, Any, Any]], sizes_of: Callable[[Any], tuple[int, ...]]
+) -> None:
     """Replaces the operators until the process ends, after the interpreter has replaced Triton's language.
 
     Args:
         shape_of: returns the shape of a type and its number of elements, and those of a tensor, the same objects for
             the same sizes.
+        sizes_of: returns the sizes of such a shape.
     """
-    global _shape_of, _scalar
-    _shape_of, _scalar = shape_of, shape_of(())[2]
+    global _shape_of, _sizes_of, _scalar
+    _shape_of, _sizes_of, _scalar = shape_of, sizes_of, shape_of(())[2]
     for name, function in {"add": np.add, "sub": np.subtract, "mul": np.multiply}.items():
         for form, reverse in ((f"__{name}__", False), (f"__r{name}__", True)):
             setattr(Tensor, form, _operator(function, getattr(Tensor, form), NUMBERS, reverse=reverse))
@@ -278,3 +297,4 @@ def install(shape_of: Callable[[tuple[int, ...]], tuple[Any, int, Any, Any]]) ->
     TritonSemantic.to_tensor = _to_tensor(TritonSemantic.to_tensor)
     Tensor.to, Tensor.__getitem__ = _to(Tensor.to), _getitem(Tensor.__getitem__)
     tl.load, tl.store, tl.where = _load(tl.load), _store(tl.store), _where(tl.where)
+    programs_at_once.install(sizes_of, lambda data, dtype, sizes: _tensor(data, dtype, _shape_of(sizes)[2]))

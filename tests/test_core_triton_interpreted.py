@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs_at_once import KERNELS
 from quick_cases import quick_names
 
 from linear_ce.spec import FLOAT_DTYPES
@@ -45,6 +47,7 @@ def interpret(programs: list[Program], **more: str) -> list[Results]:
 def quick_results(request: pytest.FixtureRequest) -> dict[Program, Results]:
     """The output of the programs of this module's selected quick tests."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    items = [item for item in items if "program" in item.fixturenames]
     programs = [item.callspec.params["program"] for item in items if not item.get_closest_marker("slow")]
     return dict(zip(programs, interpret(programs), strict=True))
 
@@ -307,9 +310,17 @@ def test_scale_kernel(results: Results) -> None:
     assert len(results) == 12  # three dtypes times four factors
 
 
+def test_kernels_whose_programs_run_at_once_exist() -> None:
+    """A kernel with another name would run, but slowly."""
+    for name in KERNELS:
+        module, kernel = name.split(".")
+        assert hasattr(import_module(f"core_triton.{module}"), kernel), name
+
+
 @pytest.mark.slow
 def test_the_quick_operators_of_the_interpreter_compute_the_same_bits() -> None:
-    """`quick_interpreter` against Triton's own operators: the errors of all results, in percent of their budgets."""
+    """`quick_interpreter` and `programs_at_once` against Triton's own operators, which run one program after another:
+    the errors of all results, in percent of their budgets."""
     programs: list[Program] = [("fewer_rows", *sorted(TABLES["edges-bfloat16"])), ("batch_invariant",)]
-    programs += [("repair", "quick"), ("sm80", "repair", "quick")]
+    programs += [("repair", "quick"), ("sm80", "repair", "quick"), ("float16",), ("saved_float16",), ("stored",)]
     assert interpret(programs) == interpret(programs, PLAIN_INTERPRETER="1")

@@ -8,6 +8,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import jax
@@ -46,6 +47,17 @@ def exported(function: Any, arrays: dict[str, Any], *platforms: str) -> export.E
     return export.export(function, platforms=platforms, disabled_checks=unstable)(arrays)
 
 
+@cache
+def exported_for(kind: str, function: str, *platforms: str) -> export.Exported:
+    """Returns the program of the gradients of `bfloat16_problem`, traced for a GPU that is not present."""
+    with traced_for(kind):
+        return exported(gradients_of(function), bfloat16_problem(), *platforms)
+
+
+def bfloat16_problem() -> dict[str, Any]:
+    return problem(40, 64, 128, dtype="bfloat16")
+
+
 def kernels_in(program: str) -> Counter[str]:
     return Counter(name for name in re.findall(r"stablehlo.custom_call @([^\s(]+)\(", program))
 
@@ -59,10 +71,9 @@ def assert_close(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("function", ["mean", "log_probs"])
 def test_one_program_for_a_cpu_and_a_gpu(function: str) -> None:
-    arrays = problem(40, 64, 128, dtype="bfloat16")
-    with traced_for("NVIDIA A100-SXM4-80GB"):
-        for_gpu = kernels_in(exported(gradients_of(function), arrays, "cuda").mlir_module())
-        both = exported(gradients_of(function), arrays, "cpu", "cuda")
+    arrays, kind = bfloat16_problem(), "NVIDIA A100-SXM4-80GB"
+    for_gpu = kernels_in(exported_for(kind, function, "cuda").mlir_module())
+    both = exported_for(kind, function, "cpu", "cuda")
     assert kernels_in(both.mlir_module()) == for_gpu
     assert set(for_gpu) == KERNELS["pallas_triton"]
     assert_close(both.call(arrays), gradients_of(function, "chunked")(arrays))  # on the CPU it runs without kernels
@@ -92,15 +103,15 @@ def test_what_is_saved_belongs_to_the_platform_that_a_call_is_traced_for() -> No
 
 @pytest.mark.parametrize("kind", GPUS)
 def test_a_gpu_gets_its_kernels(kind: str) -> None:
-    arrays = problem(40, 64, 128, dtype="bfloat16")
+    arrays = bfloat16_problem()
     with traced_for(kind):
         assert explain(jax.ShapeDtypeStruct((40, 64), jnp.bfloat16), arrays["linear_weight"]).name == GPUS[kind]  # pyright: ignore[reportArgumentType]
-        assert set(kernels_in(exported(gradients_of(), arrays, "cpu", "cuda").mlir_module())) == KERNELS[GPUS[kind]]
-        assert not kernels_in(exported(gradients_of(), arrays, "cpu").mlir_module())
+    assert set(kernels_in(exported_for(kind, "mean", "cpu", "cuda").mlir_module())) == KERNELS[GPUS[kind]]
+    assert not kernels_in(exported_for(kind, "mean", "cpu").mlir_module())
 
 
 def test_no_kernel_without_a_gpu() -> None:
-    arrays = problem(40, 64, 128, dtype="bfloat16")
+    arrays = bfloat16_problem()
     assert not kernels_in(exported(gradients_of(), arrays, "cpu", "cuda").mlir_module())
 
 
@@ -115,7 +126,7 @@ def test_a_program_for_one_platform_has_no_branch_for_another(function: str) -> 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_a_named_implementation_is_lowered_for_a_gpu(implementation: str) -> None:
-    arrays = problem(40, 64, 128, dtype="bfloat16")
+    arrays = bfloat16_problem()
     function = jax.jit(lambda arrays: linear_cross_entropy(**arrays, implementation=implementation))
     with traced_for("NVIDIA H200"):
         if implementation != "chunked":

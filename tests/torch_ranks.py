@@ -9,6 +9,7 @@ outputs of the ranks are put together to those of the case, and rank 0 compares 
 forms of `PLACEMENTS` are calls on DTensors, whose outputs are whole.
 """
 
+import gc
 import json
 import os
 import re
@@ -719,9 +720,11 @@ def main() -> None:
         if KILLED in requests:
             others.remove(KILLED)
             print(json.dumps({"name": KILLED, "failure": failure_of_killed(folder)}), flush=True)
-        # Forked, so that the processes share what this one has imported.
+        # Forked, so that the processes share what this one has imported and computed.
         if not {"check:compile", "check:dtensor_compiled"}.isdisjoint(requests):
             import_compiler()
+        cases()
+        gc.disable()  # the processes end before cycles take much memory
         failed = []
         for number, (ranks, of_ranks) in enumerate(by_ranks([first, *others])):
             arguments = ranks, implementation, of_ranks, f"{folder}/store{number}", partial(print, flush=True)
