@@ -167,7 +167,11 @@ class Vocabulary:
         hub = run / HUB
         hub.mkdir()
         copy_companions(self.folder, hub)
-        values = read_object(self.folder / "config.json") if weights else {"eos_token_id": self.end}
+        if weights:
+            values = read_object(self.folder / "config.json")
+        else:  # the first one is `end`
+            ends = [] if self.end is None else list(dict.fromkeys((self.end, *self.ends)))
+            values = {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
         if self.chat_template is not None and self.chat_template.dated:
             (hub / DATE).write_text(f"{self.chat_template.date}\n", encoding="utf-8")
         (hub / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

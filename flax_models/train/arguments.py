@@ -91,7 +91,9 @@ def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
 
 
 def _check_used(requested: TrainConfig, defaults: TrainConfig) -> None:
-    """Raises RunError if an option is given that the optimizer does not use."""
+    """Raises RunError if an option is given that the optimizer does not use, or that --batch-tokens replaces."""
+    if requested.batch_tokens is not None and requested.batch_size != defaults.batch_size:
+        raise RunError(f"--batch-size has no effect with --batch-tokens, got {requested.batch_size}")
     for name in UNUSED.get(requested.optimizer, ()):
         if (value := getattr(requested, name)) != getattr(defaults, name):
             raise RunError(f"--{name} has no effect with --optimizer {requested.optimizer}, got {value}")

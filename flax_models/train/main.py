@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -148,6 +148,9 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         text = read_text(config, resumed, display)
         check_agreement("the text", text.corpus.sha256)
         check_agreement("the tokenizer", text.vocabulary.tokenizer.to_str())
+        if isinstance(text.train, list):
+            check_agreement("the chat template and its date", "\0".join(text.vocabulary.format.key))
+        prompt = _prompt(text, config.prompt)  # before training, which an invalid --prompt would otherwise end in vain
         model_config = text.vocabulary.fit(config.model)
         if mesh is not None:
             check_vocabulary(mesh, model_config, "--vocab-size" if config.tokenizer is None else "of --tokenizer")
@@ -220,7 +223,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         _report(loss, data, display)
         display.line()
         with trainer.context():
-            sample = _sample(trainer.model(params), text, config)
+            sample = _sample(trainer.model(params), prompt, text, config)
         display.line(sample)
         seconds = time.monotonic() - began
         result = {
@@ -419,20 +422,35 @@ def _report(loss: float, data: Data, display: Display) -> None:
     display.line(f"  {'model':<10}{loss:6.3f}   {gaps}")
 
 
-def _sample(model: Decoder, text: Text, config: RunConfig) -> str:
-    """Generates a sample that continues --prompt or, for dialogues, answers --prompt or a held-out dialogue."""
-    vocabulary, ends = text.vocabulary, (text.vocabulary.needed_end(),)
-    if isinstance(text.held_out, list):
-        ends = (*vocabulary.ends, *vocabulary.format.ends)
-        example = text.held_out[0]
-        prompt = example.tokens[: np.argmax(example.counted)].tolist()
-        if config.prompt:
-            prompt = vocabulary.chat_prompt(config.prompt)
-        shown = vocabulary.tokenizer.decode(prompt)
+class _Prompt(NamedTuple):
+    """What a sample continues."""
+
+    tokens: list[int]
+    shown: str
+    ends: tuple[int, ...]  # tokens that end the sample
+
+
+def _prompt(text: Text, prompt: str) -> _Prompt:
+    """Returns the prompt of the sample: `prompt`, for dialogues as a user turn, or else that of a held-out dialogue."""
+    vocabulary = text.vocabulary
+    if not isinstance(text.held_out, list):
+        end = vocabulary.needed_end()
+        return _Prompt(vocabulary.prompt(prompt) or [end], prompt, (end,))
+    ends = (*vocabulary.ends, *vocabulary.format.ends)
+    if prompt:
+        tokens = vocabulary.chat_prompt(prompt)
     else:
-        prompt, shown = vocabulary.prompt(config.prompt) or [*ends], config.prompt
-    new = generate(model, prompt, length=config.sample_tokens, key=jax.random.key(config.seed), ends=ends)
-    return f"sample:\n{shown}{decoded_after(vocabulary.tokenizer, prompt, new)}"
+        example = text.held_out[0]
+        tokens = example.tokens[: np.argmax(example.counted)].tolist()
+    # An answer to an empty prompt may be the first of the tokens.
+    return _Prompt(tokens or [vocabulary.needed_end()], vocabulary.tokenizer.decode(tokens), ends)
+
+
+def _sample(model: Decoder, prompt: _Prompt, text: Text, config: RunConfig) -> str:
+    """Generates a sample that continues the prompt."""
+    key = jax.random.key(config.seed)
+    new = generate(model, prompt.tokens, length=config.sample_tokens, key=key, ends=prompt.ends)
+    return f"sample:\n{prompt.shown}{decoded_after(text.vocabulary.tokenizer, prompt.tokens, new)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,7 +28,13 @@ from flax_models.train.mesh import (
     state_placements,
     with_placements,
 )
-from flax_models.train.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
+from flax_models.train.optimizers import (
+    averaged,
+    check_optimizer,
+    gradient_norm,
+    learning_rate_schedule,
+    make_optimizer,
+)
 from flax_models.train.profile import TRACEABLE
 
 
@@ -223,8 +229,7 @@ class Trainer:
         with jax.named_scope("optimizer"):
             updates, optimizer = self._optimizer.update(gradients, state.optimizer, trained)
             trained = cast(nnx.State, optax.apply_updates(trained, updates))
-        norm = optax.tree.norm(gradients)
-        metrics = StepMetrics(loss, norm, self._schedule(state.step), has_gradient(gradients))
+        metrics = StepMetrics(loss, gradient_norm(gradients), self._schedule(state.step), has_gradient(gradients))
         return TrainState(nnx.merge_state(trained, frozen), optimizer, state.step + 1), metrics
 
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
