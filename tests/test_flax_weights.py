@@ -195,6 +195,7 @@ def test_unreadable_folders_raise(saved, tmp_path):
     for text, message in [
         ("{}", "cannot read .*index.json: KeyError"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "a shard must be a file in the same folder"),
+        ('{"weight_map": {"a": 3}}', "a shard must be a file in the same folder, got 3"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "cannot read .*absent.safetensors"),
     ]:
         index.write_text(text)

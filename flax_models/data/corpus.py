@@ -51,15 +51,15 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
 
     Args:
         paths: text files, files of records (.jsonl, or .json with a list), or folders. Folders are searched for text
-            files and .jsonl files; hidden files and folders, and files that are not UTF-8 text, are skipped. Without paths,
-            the corpus is the Python standard library.
+            files and .jsonl files; hidden files and folders, and files that are not UTF-8 text, are skipped. Without
+            paths, the corpus is the Python standard library.
 
     Returns:
         The corpus, of texts or of dialogues.
 
     Raises:
-        RunError: a path does not exist or cannot be read, a file named in `paths` is not UTF-8 text, a record is invalid,
-            there are both texts and dialogues, no text is found, or there is only one dialogue.
+        RunError: a path does not exist or cannot be read, a file named in `paths` is not UTF-8 text, a record is
+            invalid, there are both texts and dialogues, no text is found, or there is only one dialogue.
 
     Example:
         >>> corpus = load_corpus()

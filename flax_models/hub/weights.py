@@ -221,7 +221,7 @@ class _Files:
             raise RunError(f"{folder} has neither {SINGLE} nor {INDEX}")
         self._handles: dict[str, Any] = {}  # the open file of each tensor
         for name in names:
-            if Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name:
                 raise RunError(f"{folder / INDEX}: a shard must be a file in the same folder, got {name!r}")
             try:
                 handle = stack.enter_context(safe_open(folder / name, framework="numpy"))
@@ -382,8 +382,7 @@ def save(
     if unexpected := sorted(set(fields or ()) - NEUTRAL):
         raise ValueError(f"fields must not change the computation, got {', '.join(unexpected)}")
     values = {**_neutral_values(like), **(fields or {}), **values_of(config), "torch_dtype": dtype}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} already exists and is not an empty folder; choose another")
+    check_new_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_tensors(model, folder, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
@@ -392,6 +391,12 @@ def save(
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error}") from None
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raises RunError unless a folder does not exist or is empty, so that a model can be saved to it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} already exists and is not an empty folder; choose another")
 
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:

@@ -290,7 +290,10 @@ class Peers:
             while len(self._connections) < self._count - 1:
                 connection, _ = server.accept()
                 connection.settimeout(CONNECTING)
-                sent, _, index = _word(connection).partition(" ")
+                try:
+                    sent, _, index = _word(connection).partition(" ")
+                except OSError:
+                    sent = ""
                 if sent != token:  # not a process of this run
                     connection.close()
                     continue
@@ -326,6 +329,8 @@ class Peers:
         if self._index == 0:
             for index in self._connections:
                 self._tell(index, "left")
+        for connection in self._connections.values():
+            connection.close()
         jax.distributed.shutdown()
 
     def end(self, line: str, status: int) -> NoReturn:
