@@ -327,6 +327,21 @@ def test_reading_a_run_changes_nothing_in_it(copied):
     assert {path.name for path in folder.iterdir()} == {"6", "8", "9.orbax-checkpoint-tmp"}
 
 
+def test_the_optimizers_arrays_are_read_only_if_needed(copied):
+    folder, trainer = copied / "runs" / "whole" / "checkpoints", small_trainer()
+    checkpoints = Checkpoints(folder)
+    part, same = checkpoints.restore(trainer.evaluated_part(trainer.initial))
+    state, sampler = Checkpoints(folder).restore(trainer.initial)
+    assert (part.optimizer, same) == (None, sampler)
+    assert type(part.params) is type(state.params)
+    jax.tree.map(np.testing.assert_array_equal, (part.params, part.step), (state.params, state.step))
+    with pytest.raises(RunError, match=r"does not match the model: .*embedding"):
+        checkpoints.restore(part._replace(params=jax.tree.map(lambda leaf: leaf[:1], part.params)))
+    checkpoints.close()
+    averaging = small_trainer(optimizer="schedule_free_adamw")
+    assert averaging.evaluated_part(averaging.initial) is averaging.initial
+
+
 def test_too_little_disk_space_raises_before_anything_is_written(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, writes=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1))

@@ -117,7 +117,8 @@ class Checkpoints:
         Args:
             like: a state with the same shapes and dtypes; its leaves may be `jax.ShapeDtypeStruct`. An array is read
                 to where that of `like` is, which may be another mesh than the one that wrote the checkpoint, and to
-                the first device if `like` has no sharding.
+                the first device if `like` has no sharding. If its `optimizer` is None, that of the result is too, and
+                the optimizer's arrays are not read. An object reads either whole states or such parts.
             step: read the checkpoint of this step instead.
             allow_older: use an older checkpoint if the latest is damaged.
 
@@ -168,10 +169,13 @@ class Checkpoints:
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), like._asdict()
         )
-        restored = self._manager.restore(
-            step, args=args.Composite(state=args.StandardRestore(shapes), sampler=args.JsonRestore())
-        )
-        return TrainState(**restored["state"]), restored["sampler"]
+        arrays = args.StandardRestore(shapes)
+        if like.optimizer is None:
+            del shapes["optimizer"]
+            how = self._ocp.checkpoint_utils.construct_restore_args(shapes)
+            arrays = args.PyTreeRestore(shapes, how, partial_restore=True)
+        restored = self._manager.restore(step, args=args.Composite(state=arrays, sampler=args.JsonRestore()))
+        return TrainState(**{"optimizer": None, **restored["state"]}), restored["sampler"]
 
     def _set_aside(self, steps: list[int]) -> None:
         for step in steps if is_first() else ():
@@ -249,6 +253,8 @@ def _check_arrays(folder: Path, like: TrainState) -> None:
     if manifest is None:
         return
     found, expected = manifest["arrays"], _arrays(like)
+    if like.optimizer is None:
+        found = {name: entry for name, entry in found.items() if not name.startswith("['optimizer']")}
     for name in [*expected, *(set(found) - set(expected))]:
         if found.get(name) != expected.get(name):
             raise RunError(

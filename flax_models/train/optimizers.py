@@ -207,6 +207,11 @@ def _layer_by_layer(inner: optax.GradientTransformation) -> optax.GradientTransf
     return optax.GradientTransformation(init, update)
 
 
+def has_average(config: TrainConfig) -> bool:
+    """Returns whether the optimizer has an average of the parameters, which is evaluated in place of them."""
+    return config.optimizer == "schedule_free_adamw"
+
+
 def averaged(config: TrainConfig, state: optax.OptState, trained: nnx.State) -> nnx.State:
     """Returns the parameters for evaluation: x of schedule_free_adamw; `trained` for the other optimizers.
 
@@ -215,7 +220,7 @@ def averaged(config: TrainConfig, state: optax.OptState, trained: nnx.State) -> 
         state: state of the optimizer.
         trained: the current trained parameters.
     """
-    if config.optimizer != "schedule_free_adamw":
+    if not has_average(config):
         return trained
     return cast(nnx.State, optax.contrib.schedule_free_eval_params(cast(Any, state)[-1], trained))
 
