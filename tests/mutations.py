@@ -1914,7 +1914,10 @@ TRAINER = (
         tests("flax_finetune", "end_token_is"),
     ),
     Mutation(
-        "flax_models/train/main.py", "tokens or [vocabulary.needed_end()]", "tokens", tests("flax_dialogues", "sample")
+        "flax_models/train/sample.py",
+        "tokens or [vocabulary.needed_end()]",
+        "tokens",
+        tests("flax_dialogues", "sample"),
     ),
     Mutation(
         "flax_models/train/processes.py",

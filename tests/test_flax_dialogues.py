@@ -13,13 +13,13 @@ import pytest
 from flax_runs import SMALL, WORDS, before_step, learned, train, write_texts
 from rich.console import Console
 
-import flax_models.train.main as program
 from flax_models.data.corpus import Corpus
 from flax_models.data.dialogue import Document
 from flax_models.data.tokenizer import END, END_ID, load_or_train
 from flax_models.data.vocabulary import made_from_text
 from flax_models.display import Display
 from flax_models.train.config import RunConfig, TrainConfig
+from flax_models.train.sample import make_prompt
 from flax_models.train.task_data import Text, make_data, read_text
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -160,8 +160,20 @@ def test_a_sample_without_a_prompt_starts_with_the_end_token(place):
     text = read_text(config, None, Display(Console(file=io.StringIO())))
     assert isinstance(text.held_out, list)
     assert text.held_out[0].counted.all()
-    prompt = program._prompt(text, "")
+    prompt = make_prompt(text, "")
     assert (prompt.tokens, prompt.shown, set(prompt.ends)) == ([END_ID], "", {END_ID})
+
+
+def test_a_prompt_has_the_format_of_the_data(place):
+    display = Display(Console(file=io.StringIO()))
+    text = read_text(RunConfig(data=(place / "data.jsonl",)), None, display)
+    assert make_prompt(text, "ink").tokens == text.vocabulary.chat_prompt("ink")
+    records = (json.dumps({"prompt": word, "completion": word}) + "\n" for word in WORDS)
+    (place / "data.jsonl").write_text("".join(records))
+    text = read_text(RunConfig(data=(place / "data.jsonl",)), None, display)
+    prompt = make_prompt(text, "ink")
+    assert prompt.tokens == text.vocabulary.prompt("ink") != text.vocabulary.chat_prompt("ink")
+    assert prompt.shown == "ink"
 
 
 def test_a_prompt_that_the_template_rejects_ends_a_run_before_training(place, capsys):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -27,7 +27,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from flax_models.data.batches import Sampler
-from flax_models.data.vocabulary import decoded_after
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
 from flax_models.hub.adapter_folder import check_adapter, load_adapter
@@ -36,7 +35,6 @@ from flax_models.hub.weights import check_tensors, check_weights, load
 from flax_models.model.attention_choice import AttentionChoice, explain_attention
 from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.lora import adapt, adapted_shapes
-from flax_models.model.sampling import generate
 from flax_models.train.accounting import (
     LeastMemory,
     check_parameters,
@@ -86,8 +84,9 @@ from flax_models.train.run_folder import (
     read_record,
     resume_advice,
 )
+from flax_models.train.sample import generate_sample, make_prompt
 from flax_models.train.step import Trainer, TrainState
-from flax_models.train.task_data import Data, Text, make_data, read_text
+from flax_models.train.task_data import Data, make_data, read_text
 from jax_pallas import explain
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no autotuning of kernels
@@ -150,7 +149,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         check_agreement("the tokenizer", text.vocabulary.tokenizer.to_str())
         if isinstance(text.train, list):
             check_agreement("the chat template and its date", "\0".join(text.vocabulary.format.key))
-        prompt = _prompt(text, config.prompt)  # before training, which an invalid --prompt would otherwise end in vain
+        prompt = make_prompt(text, config.prompt)  # before training, because an invalid --prompt is an error
         model_config = text.vocabulary.fit(config.model)
         if mesh is not None:
             check_vocabulary(mesh, model_config, "--vocab-size" if config.tokenizer is None else "of --tokenizer")
@@ -223,7 +222,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         _report(loss, data, display)
         display.line()
         with trainer.context():
-            sample = _sample(trainer.model(params), prompt, text, config)
+            sample = generate_sample(trainer.model(params), prompt, text, config)
         display.line(sample)
         seconds = time.monotonic() - began
         result = {
@@ -420,37 +419,6 @@ def _report(loss: float, data: Data, display: Display) -> None:
         f"{abs(value - loss):.2f} {'below' if loss < value else 'above'} {name}" for name, value in baselines.items()
     )
     display.line(f"  {'model':<10}{loss:6.3f}   {gaps}")
-
-
-class _Prompt(NamedTuple):
-    """What a sample continues."""
-
-    tokens: list[int]
-    shown: str
-    ends: tuple[int, ...]  # tokens that end the sample
-
-
-def _prompt(text: Text, prompt: str) -> _Prompt:
-    """Returns the prompt of the sample: `prompt`, for dialogues as a user turn, or else that of a held-out dialogue."""
-    vocabulary = text.vocabulary
-    if not isinstance(text.held_out, list):
-        end = vocabulary.needed_end()
-        return _Prompt(vocabulary.prompt(prompt) or [end], prompt, (end,))
-    ends = (*vocabulary.ends, *vocabulary.format.ends)
-    if prompt:
-        tokens = vocabulary.chat_prompt(prompt)
-    else:
-        example = text.held_out[0]
-        tokens = example.tokens[: np.argmax(example.counted)].tolist()
-    # An answer to an empty prompt may be the first of the tokens.
-    return _Prompt(tokens or [vocabulary.needed_end()], vocabulary.tokenizer.decode(tokens), ends)
-
-
-def _sample(model: Decoder, prompt: _Prompt, text: Text, config: RunConfig) -> str:
-    """Generates a sample that continues the prompt."""
-    key = jax.random.key(config.seed)
-    new = generate(model, prompt.tokens, length=config.sample_tokens, key=key, ends=prompt.ends)
-    return f"sample:\n{prompt.shown}{decoded_after(text.vocabulary.tokenizer, prompt.tokens, new)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
