@@ -1914,6 +1914,12 @@ TRAINER = (
         tests("flax_finetune", "end_token_is"),
     ),
     Mutation(
+        "flax_models/data/vocabulary.py",
+        " and encoding.special_tokens_mask[-1]",
+        "",
+        tests("flax_finetune", "templates_tokens"),
+    ),
+    Mutation(
         "flax_models/train/sample.py",
         "tokens or [vocabulary.needed_end()]",
         "tokens",

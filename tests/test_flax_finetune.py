@@ -301,6 +301,9 @@ def test_texts_have_the_templates_tokens_and_one_end_token(hub):
     for template in ("</s> $A", "$A </s>", "</s> $A </s>"):
         vocabulary.tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[("</s>", 2)])
         assert vocabulary.encode([*documents[:1], Document("b", "")]).tolist() == [word("the"), word("fox"), 2, 2]
+        before = [2] if template.startswith("<") else []
+        assert vocabulary.prompt("the fox") == [*before, word("the"), word("fox")], "a prompt must not be ended"
+        assert vocabulary.prompt("the </s>") == [*before, word("the"), 2]
     vocabulary.tokenizer.enable_truncation(2)
     vocabulary.tokenizer.save(str(hub[1].parent / "tokenizer.json"))
     again = read_hub_vocabulary(hub[1].parent)

@@ -131,10 +131,15 @@ class Vocabulary:
         return self.end
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the prompt tokens of a text to continue; none for an empty text if the template adds no tokens."""
+        """Returns the prompt tokens of a text to continue; none for an empty text if the template adds no tokens.
+
+        An end token that the template adds after a text is left out.
+        """
         if self.folder is None:
             return [own.END_ID, *self.tokenizer.encode(text, add_special_tokens=False).ids]
-        return self.tokenizer.encode(text).ids
+        encoding = self.tokenizer.encode(text)
+        ended = len(encoding.ids) > 1 and encoding.ids[-1] == self.end and encoding.special_tokens_mask[-1]
+        return encoding.ids[:-1] if ended else encoding.ids
 
     def fit(self, config: ModelConfig) -> ModelConfig:
         """Returns a model's config with the vocab_size that this vocabulary needs.
