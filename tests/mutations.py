@@ -1898,8 +1898,8 @@ TRAINER = (
     ),
     Mutation(
         "flax_models/train/arguments.py",
-        "requested.batch_size != defaults.batch_size",
-        "False",
+        'unused["batch_size"] =',
+        "_ =",
         tests("flax_train", "user_errors"),
     ),
     Mutation(

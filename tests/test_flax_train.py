@@ -112,6 +112,7 @@ def test_user_errors_are_one_line_and_leave_no_files(place, capsys):
         (["--resume"], "--resume: nothing to continue, .*runs has no run tiny"),
         (["--resume", "--name", "b"], "--resume: nothing to continue, .*b is not a run"),
         (["--name", "a/b"], "--name must be a folder name without a path, got 'a/b'"),
+        (["--rope-factor", "2", "--name", "a/b"], "--rope-factor has no effect with --rope-type default, got 2.0"),
         (
             ["--batch-tokens", "256", "--batch-size", "3", "--name", "a/b"],
             "--batch-size has no effect with --batch-tokens, got 3",
@@ -239,6 +240,12 @@ def test_unnamed_runs_are_numbered_and_the_latest_is_continued(copied):
     config, folder = program.parse(["--runs", str(runs), "--resume"])
     assert folder == runs / "tiny"
     assert (config.train.steps, config.resume) == (8, True)
+
+
+def test_a_scaling_of_a_named_config_can_be_replaced():
+    for kind in ("default", "linear"):
+        config, _ = program.parse(["--config=llama3.2-1b", f"--rope-type={kind}"])
+        assert config.model.rope.rope_type == kind
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
