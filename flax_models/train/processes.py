@@ -60,7 +60,7 @@ class Launch(NamedTuple):
     """How a process joins the others: arguments of `jax.distributed.initialize`, None if JAX detects them.
 
     Args:
-        origin: what says so, for messages.
+        origin: the option, variable or cluster that has the processes, for messages.
         coordinator: address of process 0.
         count: number of processes.
         index: this process.
@@ -254,8 +254,8 @@ def _through_relay(host: str, port: int) -> str:
 class Peers:
     """The connections of process 0 with all other processes, on which each reports an error or that it leaves.
 
-    Another process ends if one of them fails or is killed. Only process 0 prints the line about it, and if process 0
-    is lost, each of the others.
+    If one process fails or is killed, all others end. Process 0 prints a line about it. If process 0 itself is lost,
+    each of the others prints one.
 
     Args:
         advice: returns how to continue the run.
@@ -306,7 +306,7 @@ class Peers:
         self._connections[0] = _watched(connection)
 
     def _listen(self, index: int, connection: socket.socket) -> None:
-        """Waits for the one word of a process, and ends this process unless it is that the other one leaves."""
+        """Waits for the message of another process, and ends this process unless the other one only leaves."""
         try:
             what, _, text = _word(connection).partition(" ")
         except OSError:  # no answer: its host is lost
