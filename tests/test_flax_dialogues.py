@@ -13,6 +13,7 @@ import pytest
 from flax_runs import SMALL, WORDS, before_step, learned, train, write_texts
 from rich.console import Console
 
+import flax_models.train.main as program
 from flax_models.data.corpus import Corpus
 from flax_models.data.dialogue import Document
 from flax_models.data.tokenizer import END, END_ID, load_or_train
@@ -176,8 +177,11 @@ def test_a_prompt_has_the_format_of_the_data(place):
     assert prompt.shown == "ink"
 
 
-def test_a_prompt_that_the_template_rejects_ends_a_run_before_training(place, capsys):
+def test_a_prompt_that_the_template_rejects_ends_a_run_before_training(place, capsys, monkeypatch):
+    compared: list[str] = []
+    monkeypatch.setattr(program, "check_agreement", lambda what, text: compared.append(what))
     hub = write_hub(place / "hub", chat_template="{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
     assert start(place, "--tokenizer", str(hub), "--prompt", f"a{END}") == 1
     assert capsys.readouterr().err == f"error: --prompt contains '{END}', which is a token of the chat template\n"
     assert not (place / "runs").exists()
+    assert compared[-1] == "the chat template and its date", "processes must not format other texts"

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from flax_models.data.atomic_file import atomic_file
-from flax_models.errors import RunError
+from flax_models.errors import RunError, first_line
 from flax_models.train.processes import from_first, is_first, wait_for_all
 from flax_models.train.step import TrainState
 
@@ -103,7 +103,7 @@ class Checkpoints:
                 _write_manifest(self._folder / str(step), state)
         except Exception as error:  # for a full disk, OSError or an exception type of the storage library
             raise RunError(
-                f"cannot write the checkpoint of step {step} to {self._folder}: {_first_line(error)}; "
+                f"cannot write the checkpoint of step {step} to {self._folder}: {first_line(error)}; "
                 f"{'there is no earlier checkpoint' if kept is None else f'the checkpoint of step {kept} is kept'}"
             ) from None
 
@@ -147,7 +147,7 @@ class Checkpoints:
                 try:
                     restored = self._read(step, like)
                 except Exception as error:  # a damaged file raises one of many types, with a long message
-                    fault = _first_line(error)
+                    fault = first_line(error)
                     if jax.process_count() > 1:  # others may have read it
                         raise RunError(f"cannot read the checkpoint {folder}: {fault}") from None
                 else:
@@ -188,11 +188,6 @@ class Checkpoints:
     def close(self) -> None:
         """Stops the threads of the checkpoint manager."""
         self._manager.close()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _size(state: TrainState) -> int:
@@ -243,7 +238,7 @@ def _fault(folder: Path) -> str | None:
             if _checksum(path) != checksum:
                 return f"{name} was changed after it was written (its checksum differs)"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST}: {_first_line(error)}"
+        return f"{MANIFEST}: {first_line(error)}"
     return None
 
 

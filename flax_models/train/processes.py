@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from flax_models.errors import RunError
+from flax_models.errors import RunError, first_line
 from flax_models.train.relay import start_relay
 
 LOCAL = "127.0.0.1"  # where the relay listens
@@ -225,7 +225,7 @@ def join(launch: Launch, advice: Callable[[], str]) -> "Peers":
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     except (RuntimeError, ValueError, TypeError, OSError) as error:
-        raise RunError(f"cannot join the other processes ({launch.origin}): {_first_line(error)}") from None
+        raise RunError(f"cannot join the other processes ({launch.origin}): {first_line(error)}") from None
     finally:
         waiting.cancel()
     return Peers(advice, host)
@@ -272,7 +272,7 @@ class Peers:
             else:
                 self._connect()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            self._end(f"error: the processes cannot connect to process 0: {_first_line(error)}", 1)
+            self._end(f"error: the processes cannot connect to process 0: {first_line(error)}", 1)
         self._listeners = [
             threading.Thread(target=self._listen, args=(index, connection), daemon=True)
             for index, connection in self._connections.items()
@@ -361,11 +361,6 @@ class Peers:
     def _exit(self, status: int) -> NoReturn:
         sys.stdout.flush()
         os._exit(status)  # without JAX's shutdown, which would wait for a lost process
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _word(connection: socket.socket) -> str:
