@@ -1906,6 +1906,7 @@ TRAINER = (
         "flax_models/train/config.py", "if self.mesh is None and", "if False and", tests("flax_train", "wrong_opt")
     ),
     Mutation("flax_models/train/run_folder.py", "            shutil.rmtree(part,", "            print(part,", OF_LOCK),
+    Mutation("flax_models/hub/weights.py", "-float(jnp.min(", "float(jnp.min(", tests("flax_weights", "float16")),
     Mutation("flax_models/data/atomic_file.py", "{socket.gethostname()}.", "", OF_LOCK),
     Mutation(
         "flax_models/data/vocabulary.py",
