@@ -1907,6 +1907,12 @@ TRAINER = (
     ),
     Mutation("flax_models/train/run_folder.py", "            shutil.rmtree(part,", "            print(part,", OF_LOCK),
     Mutation("flax_models/hub/weights.py", "-float(jnp.min(", "float(jnp.min(", tests("flax_weights", "float16")),
+    Mutation(
+        "flax_models/train/trained.py",
+        "trainer.evaluated_part(trainer.initial)",
+        "trainer.initial",
+        tests("flax_resume", "optimizers_arrays"),
+    ),
     Mutation("flax_models/data/atomic_file.py", "{socket.gethostname()}.", "", OF_LOCK),
     Mutation(
         "flax_models/data/vocabulary.py",
