@@ -41,7 +41,7 @@ from flax_models.errors import RunError
 from flax_models.export import save_with_tokenizer
 from flax_models.hub.adapter_folder import save_adapter
 from flax_models.hub.config import read_config
-from flax_models.hub.weights import load
+from flax_models.hub.weights import check_new_folder, load
 from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.lora import adapt, merge
 from flax_models.model.lora_config import LoraConfig
@@ -63,7 +63,7 @@ MODEL = ModelConfig(
     vocab_size=1024, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, max_seq_len=256
 )
 ROWS = 4  # rows per batch
-SHOWN = 3  # number of answers printed at the end
+SHOWN, ANSWER = 3, 40  # number of answers printed at the end, and the maximum number of tokens of each
 
 # The task of the small model: name the kind of a thing. Some pairs of a word and a question are held out.
 KINDS = {
@@ -137,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options.parse_args(arguments)
     if chosen.steps < 1:
         options.error(f"--steps must be at least 1, got {chosen.steps}")
+    if chosen.out is not None:
+        check_new_folder(chosen.out)
     longest = MODEL.max_seq_len if chosen.weights is None else read_config(chosen.weights).max_seq_len
     length = chosen.max_seq_len or min(longest, 1024)
     if not 1 <= length <= longest:
@@ -213,13 +215,6 @@ def finetune(chosen: argparse.Namespace, length: int, mesh: Mesh | None) -> None
 
     model = nnx.merge(graph, state.params, frozen)
     plain = merge(model) if chosen.lora else model
-    prompts = [example.tokens[: int(np.argmax(example.counted))].tolist() for example in held_out[:SHOWN]]
-    ends = (*vocabulary.ends, *vocabulary.format.ends)
-    answers = continue_prompts(
-        plain, prompts, length=40, key=jax.random.key(0), sampling=Sampling(temperature=0), ends=ends
-    )
-    for prompt, answer in zip(prompts, answers, strict=True):
-        print(f"{vocabulary.tokenizer.decode(prompt)}{vocabulary.tokenizer.decode(answer)}\n")
     if chosen.out is not None and chosen.weights is not None and chosen.lora:
         save_adapter(model, chosen.out, base=chosen.weights)
         print(
@@ -232,6 +227,20 @@ def finetune(chosen: argparse.Namespace, length: int, mesh: Mesh | None) -> None
             f"saved the model to {chosen.out}; "
             f"use it with: python -m flax_models.generate --chat --weights {chosen.out} --prompt ..."
         )
+    prompts = [example.tokens[: int(np.argmax(example.counted))].tolist() for example in held_out]
+    prompts = [prompt for prompt in prompts if 0 < len(prompt) <= config.max_seq_len - ANSWER][:SHOWN]
+    if prompts:
+        show_answers(plain, vocabulary, prompts)
+
+
+def show_answers(model: Decoder, vocabulary: Vocabulary, prompts: list[list[int]]) -> None:
+    """Prints prompts with the model's answers."""
+    ends = (*vocabulary.ends, *vocabulary.format.ends)
+    answers = continue_prompts(
+        model, prompts, length=ANSWER, key=jax.random.key(0), sampling=Sampling(temperature=0), ends=ends
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        print(f"{vocabulary.tokenizer.decode(prompt)}{vocabulary.tokenizer.decode(answer)}\n")
 
 
 if __name__ == "__main__":

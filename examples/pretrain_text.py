@@ -34,6 +34,7 @@ from flax_models.data.vocabulary import made_from_text
 from flax_models.errors import RunError
 from flax_models.export import save_with_tokenizer
 from flax_models.generate import Source, continue_texts
+from flax_models.hub.weights import check_new_folder
 from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.sampling import Sampling
 from flax_models.train.mesh import (
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options.parse_args(arguments)
     if chosen.steps < 1:
         options.error(f"--steps must be at least 1, got {chosen.steps}")
+    if chosen.out is not None:
+        check_new_folder(chosen.out)
     mesh = None if chosen.mesh is None else make_mesh(chosen.mesh)
     with context_of(mesh):
         train(chosen, mesh)
@@ -129,15 +132,15 @@ def train(chosen: argparse.Namespace, mesh: Mesh | None) -> None:
     print(f"held-out loss {mean:.3f} nats per token; a uniform distribution has {np.log(config.vocab_size):.3f}")
 
     model = nnx.merge(graph, state.params)
-    sampling = Sampling(temperature=0.8, top_k=40)
-    (text,) = continue_texts(Source(model, vocabulary), [chosen.prompt], length=None, seed=0, sampling=sampling)
-    print(f"\nsample:\n{chosen.prompt}{text}\n")
     if chosen.out is not None:
         save_with_tokenizer(model, vocabulary, chosen.out)
         print(
             f"saved the model to {chosen.out}; "
             f"use it with: python -m flax_models.generate --weights {chosen.out} --prompt ..."
         )
+    sampling = Sampling(temperature=0.8, top_k=40)
+    (text,) = continue_texts(Source(model, vocabulary), [chosen.prompt], length=None, seed=0, sampling=sampling)
+    print(f"\nsample:\n{chosen.prompt}{text}\n")
     print("To train a useful model, start from a published one, on a GPU:")
     print("    python -m flax_models.train --weights FOLDER --data TEXTS")
     print("With random weights, --config llama3.2-1b and others select published shapes (docs/training.md).")

@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=2, help="ranks that share a vocabulary (2)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (60)")
     options = parser.parse_args()
+    if options.tensor < 1 or VOCABULARY % options.tensor:
+        parser.error(f"--tensor must divide the vocabulary of {VOCABULARY}, got {options.tensor}")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

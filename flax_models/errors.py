@@ -1,4 +1,4 @@
-"""The exceptions that the command line reports as one line instead of a traceback."""
+"""The exceptions that the command line reports as one line instead of a traceback, and messages of others."""
 
 import signal
 
@@ -19,3 +19,9 @@ class Stopped(Exception):
         super().__init__(f"stopped by {received.name}")
         self.saved = saved
         self.status = 128 + received  # the exit status that a shell reports for a process killed by the signal
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, which may be long; the name of its type if there is no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

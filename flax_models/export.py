@@ -19,7 +19,7 @@ from flax_models.data.tokenizer import END, END_ID, write
 from flax_models.data.vocabulary import Vocabulary
 from flax_models.errors import RunError
 from flax_models.hub.adapter_folder import save_adapter
-from flax_models.hub.weights import save
+from flax_models.hub.weights import check_new_folder, save
 from flax_models.model.decoder import Decoder, Dtype
 from flax_models.model.lora import merge
 from flax_models.train.config import RunConfig
@@ -56,6 +56,7 @@ def export(
         RunError: the run has no such checkpoint or it cannot be read, `out` is not empty or cannot be written, or
             `adapter` is True and the adapters do not contain everything that the run trained.
     """
+    check_new_folder(out)  # before the checkpoint is read, which may take minutes
     trained = read_run(run, step=step, allow_older=allow_older)
     if adapter:
         _check_adapter(run, trained.config)

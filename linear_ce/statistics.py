@@ -17,15 +17,14 @@ LOGIT_SUM = 8
 SQUARES = 16  # the sum of the squared probabilities
 LSE = 32
 
-# Not a statistic: a row whose exponentials are computed again is so for its own sake only, and not with the rows around
-# it, and sums over class blocks have an order that does not depend on the number of rows. Then its log-probability does
-# not depend on how a call is divided, bit for bit.
+# Not a statistic: the exponentials of a row are computed again only if that row needs it, not because a row in the same
+# block does, and sums over class blocks have an order that does not depend on the number of rows. Then the
+# log-probability of a row is the same, bit for bit, however a call is divided.
 BY_ROW = 64
-
-# Not a statistic: the entropy, which is then one of the statistics, is differentiated.
-D_ENTROPY = 256
 # Not a statistic: the exponents by which stored exponentials of float16 were divided to fit, four in a number: (49).
 SHIFTS = 128
+# Not a statistic: the entropy, which is then one of the statistics, is differentiated.
+D_ENTROPY = 256
 
 OF_LOGITS = MAX | ARGMAX | ENTROPY | LOGIT_SUM | SQUARES
 OF_BLOCKS = OF_LOGITS | SHIFTS  # what kernels write for each row and class block

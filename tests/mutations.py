@@ -1863,6 +1863,7 @@ MESH = (
     Mutation("flax_models/train/checkpoint.py", "sharding=leaf.sharding or device", "sharding=device", OF_MESH),
     Mutation("flax_models/hub/weights.py", "part.first_row + rows.start,", "part.first_row,", OF_MESH),
 )
+OF_LOCK = ("tests/test_flax_lock.py",)
 OF_PROCESSES = ("tests/test_flax_processes.py",)
 PROCESSES = (
     Mutation("flax_models/train/processes.py", "None if size is not None and", "None if False and", OF_PROCESSES),
@@ -1888,6 +1889,56 @@ PROCESSES = (
         OF_PROCESSES,
     ),
 )
+TRAINER = (
+    Mutation(
+        "flax_models/train/optimizers.py",
+        "optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))",
+        "optax.tree.norm(gradients)",
+        tests("flax_optimizers", "16_bit"),
+    ),
+    Mutation(
+        "flax_models/train/arguments.py",
+        'unused["batch_size"] =',
+        "_ =",
+        tests("flax_train", "user_errors"),
+    ),
+    Mutation(
+        "flax_models/train/config.py", "if self.mesh is None and", "if False and", tests("flax_train", "wrong_opt")
+    ),
+    Mutation("flax_models/train/run_folder.py", "            shutil.rmtree(part,", "            print(part,", OF_LOCK),
+    Mutation("flax_models/hub/weights.py", "-float(jnp.min(", "float(jnp.min(", tests("flax_weights", "float16")),
+    Mutation(
+        "flax_models/train/trained.py",
+        "trainer.evaluated_part(trainer.initial)",
+        "trainer.initial",
+        tests("flax_resume", "optimizers_arrays"),
+    ),
+    Mutation("flax_models/data/atomic_file.py", "{socket.gethostname()}.", "", OF_LOCK),
+    Mutation(
+        "flax_models/data/vocabulary.py",
+        "list(dict.fromkeys((self.end, *self.ends)))",
+        "[self.end]",
+        tests("flax_finetune", "end_token_is"),
+    ),
+    Mutation(
+        "flax_models/data/vocabulary.py",
+        " and encoding.special_tokens_mask[-1]",
+        "",
+        tests("flax_finetune", "templates_tokens"),
+    ),
+    Mutation(
+        "flax_models/train/sample.py",
+        "tokens or [vocabulary.needed_end()]",
+        "tokens",
+        tests("flax_dialogues", "sample"),
+    ),
+    Mutation(
+        "flax_models/train/processes.py",
+        '                except OSError:\n                    sent = ""',
+        "                except KeyError:\n                    sent = token",
+        tests("flax_processes", "other_programs"),
+    ),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
@@ -1900,6 +1951,7 @@ MUTATIONS = (
     *HOSTS_PARALLEL,
     *MESH,
     *PROCESSES,
+    *TRAINER,
     *DOCTOR,
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -200,3 +201,12 @@ def test_the_example_trains_on_four_processes() -> None:
         first, last = (float(line.split()[-1]) for line in done.stdout.splitlines())
         assert abs(first - 6.24) < 0.1
         assert last < 5.0
+
+
+def test_the_example_needs_equal_shards_of_its_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vocab_parallel.py", "--tensor", "3"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(Path(__file__).parent.parent / "examples" / "vocab_parallel.py"), run_name="__main__")
+    assert "error: --tensor must divide the vocabulary of 512, got 3" in capsys.readouterr().err

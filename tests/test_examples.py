@@ -60,8 +60,13 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
     out = capsys.readouterr().out
     assert float(out.split("held-out loss ")[1].split()[0]) < 1.0
     assert "\n### Response:\n" in out
-    options = ["--weights", str(place / "full"), "--lora", "--steps=2", "--out", str(place / "adapter")]
-    example.main(options)
+    with pytest.raises(RunError, match="full already exists and is not an empty folder"):
+        example.main(["--out", str(place / "full")])
+    # No room for an answer after these instructions.
+    long = [{"instruction": f"Sort this word: {'horse ' * 12}{i}", "output": "Horse."} for i in range(20)]
+    (place / "long.json").write_text(json.dumps(long))
+    options = ["--weights", str(place / "full"), "--data", str(place / "long.json"), "--lora", "--steps=2"]
+    example.main([*options, "--out", str(place / "adapter")])
     assert "of them trainable" in capsys.readouterr().out
     assert (place / "adapter" / "adapter_model.safetensors").is_file()
     arguments = ["--chat", "--weights", str(place / "full"), "--prompt", "Sort this word: horse", "--length", "2"]

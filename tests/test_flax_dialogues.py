@@ -13,12 +13,14 @@ import pytest
 from flax_runs import SMALL, WORDS, before_step, learned, train, write_texts
 from rich.console import Console
 
+import flax_models.train.main as program
 from flax_models.data.corpus import Corpus
 from flax_models.data.dialogue import Document
-from flax_models.data.tokenizer import load_or_train
+from flax_models.data.tokenizer import END, END_ID, load_or_train
 from flax_models.data.vocabulary import made_from_text
 from flax_models.display import Display
 from flax_models.train.config import RunConfig, TrainConfig
+from flax_models.train.sample import make_prompt
 from flax_models.train.task_data import Text, make_data, read_text
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -141,3 +143,45 @@ def test_pieces_of_texts_have_every_target_once():
     targets = found.targets[found.targets >= 0]
     assert sorted(targets.tolist()) == sorted(expected.tolist())
     assert data.describe(np.array([0, 1])) == "a, from its token 0, a, from its token 8"
+
+
+def write_hub(folder: Path, **fields: str) -> Path:
+    """Writes a folder whose tokenizer adds no token to a text, with these fields of tokenizer_config.json."""
+    folder.mkdir()
+    tokenizer, _ = load_or_train([Document("a", " ".join(WORDS))], 280, folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, **fields}))
+    return folder
+
+
+def test_a_sample_without_a_prompt_starts_with_the_end_token(place):
+    records = (json.dumps({"prompt": "", "completion": word}) + "\n" for word in WORDS)
+    (place / "data.jsonl").write_text("".join(records))
+    config = RunConfig(data=(place / "data.jsonl",), tokenizer=write_hub(place / "hub"))
+    text = read_text(config, None, Display(Console(file=io.StringIO())))
+    assert isinstance(text.held_out, list)
+    assert text.held_out[0].counted.all()
+    prompt = make_prompt(text, "")
+    assert (prompt.tokens, prompt.shown, set(prompt.ends)) == ([END_ID], "", {END_ID})
+
+
+def test_a_prompt_has_the_format_of_the_data(place):
+    display = Display(Console(file=io.StringIO()))
+    text = read_text(RunConfig(data=(place / "data.jsonl",)), None, display)
+    assert make_prompt(text, "ink").tokens == text.vocabulary.chat_prompt("ink")
+    records = (json.dumps({"prompt": word, "completion": word}) + "\n" for word in WORDS)
+    (place / "data.jsonl").write_text("".join(records))
+    text = read_text(RunConfig(data=(place / "data.jsonl",)), None, display)
+    prompt = make_prompt(text, "ink")
+    assert prompt.tokens == text.vocabulary.prompt("ink") != text.vocabulary.chat_prompt("ink")
+    assert prompt.shown == "ink"
+
+
+def test_a_prompt_that_the_template_rejects_ends_a_run_before_training(place, capsys, monkeypatch):
+    compared: list[str] = []
+    monkeypatch.setattr(program, "check_agreement", lambda what, text: compared.append(what))
+    hub = write_hub(place / "hub", chat_template="{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    assert start(place, "--tokenizer", str(hub), "--prompt", f"a{END}") == 1
+    assert capsys.readouterr().err == f"error: --prompt contains '{END}', which is a token of the chat template\n"
+    assert not (place / "runs").exists()
+    assert compared[-1] == "the chat template and its date", "processes must not format other texts"

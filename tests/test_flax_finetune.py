@@ -25,7 +25,7 @@ from flax_models import export, generate
 from flax_models.data.batches import BatchSampler
 from flax_models.data.corpus import load_corpus
 from flax_models.data.dialogue import Document
-from flax_models.data.vocabulary import read_hub_vocabulary
+from flax_models.data.vocabulary import read_hub_vocabulary, read_run_vocabulary
 from flax_models.display import Display
 from flax_models.errors import RunError
 from flax_models.hub.config import differing, read_config, values_of
@@ -301,6 +301,9 @@ def test_texts_have_the_templates_tokens_and_one_end_token(hub):
     for template in ("</s> $A", "$A </s>", "</s> $A </s>"):
         vocabulary.tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[("</s>", 2)])
         assert vocabulary.encode([*documents[:1], Document("b", "")]).tolist() == [word("the"), word("fox"), 2, 2]
+        before = [2] if template.startswith("<") else []
+        assert vocabulary.prompt("the fox") == [*before, word("the"), word("fox")], "a prompt must not be ended"
+        assert vocabulary.prompt("the </s>") == [*before, word("the"), 2]
     vocabulary.tokenizer.enable_truncation(2)
     vocabulary.tokenizer.save(str(hub[1].parent / "tokenizer.json"))
     again = read_hub_vocabulary(hub[1].parent)
@@ -314,6 +317,7 @@ def test_texts_have_the_templates_tokens_and_one_end_token(hub):
     ("files", "end", "ends"),
     [
         ({"config.json": {"eos_token_id": 4}}, 4, (4,)),
+        ({"config.json": {"eos_token_id": [5, 4]}}, 5, (5, 4)),
         ({"config.json": {"eos_token_id": [5, 4]}, "generation_config.json": {"eos_token_id": [4, 6]}}, 5, (4, 6)),
         ({"config.json": {}, "generation_config.json": {"eos_token_id": 6}}, 6, (6,)),
         ({"config.json": {"eos_token_id": 4}, "tokenizer_config.json": {"eos_token": "</s>"}}, 2, (4, 2)),
@@ -326,3 +330,7 @@ def test_end_token_is_the_tokenizers_or_else_the_models(hub, tmp_path, files, en
         (tmp_path / name).write_text(json.dumps(values))
     vocabulary = read_hub_vocabulary(tmp_path)
     assert (vocabulary.end, vocabulary.ends) == (end, ends)
+    (tmp_path / "run").mkdir()
+    vocabulary.write(tmp_path / "run", weights=False)
+    again = read_run_vocabulary(tmp_path / "run")
+    assert (again.end, set(again.ends)) == (end, set(ends)), "a continued run must have the same end tokens"

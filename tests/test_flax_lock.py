@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from flax_runs import train
 
+from flax_models.data.atomic_file import part_path
 from flax_models.errors import RunError
 from flax_models.train.config import RunConfig
 from flax_models.train.run_folder import RunLock, RunRecord, make_folder
@@ -69,3 +70,13 @@ def test_folder_that_cannot_be_created_leaves_no_lock(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     with pytest.raises(RunError, match=r"cannot write .*absent/lock: No such file or directory"):
         RunLock(tmp_path / "absent")
+
+
+def test_a_new_folder_has_nothing_of_a_killed_process_of_the_same_id(tmp_path):
+    part = part_path(tmp_path / "a")
+    assert socket.gethostname() in part.name, "containers on several hosts may have the same process ids"
+    (part / "hub").mkdir(parents=True)
+    (part / "chat_date.txt").write_text("2020-01-01\n")
+    make_folder(tmp_path / "a", RunRecord(RunConfig(), "0" * 64), lambda part: (part / "hub").mkdir()).close()
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"config.json", "hub", "lock"}
+    assert not part.exists()

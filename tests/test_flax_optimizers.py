@@ -19,7 +19,7 @@ from flax_models.train.accounting import step_memory
 from flax_models.train.arguments import parse
 from flax_models.train.checkpoint import Checkpoints
 from flax_models.train.config import Optimizer, TrainConfig
-from flax_models.train.optimizers import averaged, learning_rate_schedule, make_optimizer
+from flax_models.train.optimizers import averaged, gradient_norm, learning_rate_schedule, make_optimizer
 from flax_models.train.step import Trainer
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -246,3 +246,20 @@ def test_muons_updates_are_as_large_as_adamws():
             assert size == pytest.approx(0.2, rel=0.3), name
         else:
             assert size == pytest.approx(1.0, rel=0.01), f"adamw must update {name}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_gradients_are_clipped_by_their_float32_norm(dtype):
+    gradient = {str(i): jnp.full(8, 16.0, dtype) for i in range(400)}
+    norm = 16 * math.sqrt(8 * len(gradient))  # its square is outside float16
+    np.testing.assert_allclose(gradient_norm(gradient), norm, rtol=1e-6)
+    optimizer = make_optimizer(dataclasses.replace(CONFIG, clip_norm=1.0))
+    _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    average = optax.tree.get(state, "mu")["0"]
+    np.testing.assert_allclose(np.asarray(average, np.float32), (1 - CONFIG.beta1) * 16 / norm, rtol=1e-2)
+
+
+def test_the_norm_of_a_step_is_float32_for_parameters_of_16_bits():
+    trainer = Trainer(random_decoder(dataclasses.replace(SMALL, param_dtype="bfloat16")), TrainConfig(batch_size=2))
+    _, metrics = trainer.step(trainer.initial, random_batch(2))
+    assert metrics.grad_norm.dtype == jnp.float32

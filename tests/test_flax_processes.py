@@ -4,10 +4,13 @@ Runs have two processes of two CPU devices each, which are forked from a process
 """
 
 import os
+import queue
 import random
 import re
 import signal
 import socket
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -141,6 +144,35 @@ def test_a_relay_keeps_a_connection_whose_other_end_is_lost() -> None:
         with service:
             service.settimeout(5)
             assert service.recv(1) == b""  # the end of the process reaches the service
+
+
+def test_process_0_ignores_connections_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "from_first", said.put)
+    monkeypatch.setattr(processes, "CONNECTING", 5.0)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def connect() -> None:
+        port, token = said.get().split()
+        for sent in (b"GET / HTTP/1.1\r\n", b""):
+            with socket.create_connection(("127.0.0.1", int(port))) as other:
+                other.sendall(sent)
+                if not sent:  # resets the connection
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.append(socket.create_connection(("127.0.0.1", int(port))))
+        connection[0].sendall(f"{token} 1\nleft\n".encode())
+
+    connection: list[socket.socket] = []
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    peers = processes.Peers(str, "127.0.0.1")
+    connecting.join()
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    peers.leave()
+    assert (connection[0].recv(5), ended) == (b"left\n", [])
+    connection[0].close()
 
 
 def run_process(

@@ -42,6 +42,7 @@ from flax_models.train.metrics import MetricsLog, read_rows
 from flax_models.train.optimizers import learning_rate_schedule
 from flax_models.train.run_folder import RunLock, move_failed, read_record
 from flax_models.train.step import Trainer, TrainState
+from flax_models.train.trained import read_run
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +326,30 @@ def test_reading_a_run_changes_nothing_in_it(copied):
     checkpoints.close()
     assert (int(state.step), len(checkpoints.skipped)) == (6, 1)
     assert {path.name for path in folder.iterdir()} == {"6", "8", "9.orbax-checkpoint-tmp"}
+
+
+def test_the_optimizers_arrays_are_read_only_if_needed(copied, monkeypatch):
+    folder, trainer = copied / "runs" / "whole" / "checkpoints", small_trainer()
+    checkpoints = Checkpoints(folder)
+    part, same = checkpoints.restore(trainer.evaluated_part(trainer.initial))
+    state, sampler = Checkpoints(folder).restore(trainer.initial)
+    assert (part.optimizer, same) == (None, sampler)
+    assert type(part.params) is type(state.params)
+    jax.tree.map(np.testing.assert_array_equal, (part.params, part.step), (state.params, state.step))
+    with pytest.raises(RunError, match=r"does not match the model: .*embedding"):
+        checkpoints.restore(part._replace(params=jax.tree.map(lambda leaf: leaf[:1], part.params)))
+    checkpoints.close()
+    averaging = small_trainer(optimizer="schedule_free_adamw")
+    assert averaging.evaluated_part(averaging.initial) is averaging.initial
+    original, asked = Checkpoints.restore, []
+
+    def restore(checkpoints: Checkpoints, like: TrainState, **options):
+        asked.append(like)
+        return original(checkpoints, like, **options)
+
+    monkeypatch.setattr(Checkpoints, "restore", restore)
+    assert read_run(copied / "runs" / "whole").step == 8
+    assert asked[0].optimizer is None
 
 
 def test_too_little_disk_space_raises_before_anything_is_written(tmp_path, monkeypatch):

@@ -98,15 +98,25 @@ def test_run_writes_all_files_and_reports_its_results(finished):
 def test_user_errors_are_one_line_and_leave_no_files(place, capsys):
     (place / "empty").mkdir()
     (place / "short.txt").write_text("a few words\n")
+    (place / "wide.txt").write_text("a few words\n", encoding="utf-16-le")
     data = str(place / "data")
     for options, message in [
         (["--data", str(place / "absent")], "--data: no such file or folder: .*absent"),
         (["--data", str(place / "empty")], "--data: no text found in .*empty"),
         (["--data", str(place / "short.txt")], "too little text to train on"),
+        (
+            ["--data", data, str(place / "wide.txt"), "--vocab-size", "100"],
+            "--data: .*wide.txt is not text: it has a null character",
+        ),
         (["--data", data, "--vocab-size", "100"], "--vocab-size must be at least 257"),
         (["--resume"], "--resume: nothing to continue, .*runs has no run tiny"),
         (["--resume", "--name", "b"], "--resume: nothing to continue, .*b is not a run"),
         (["--name", "a/b"], "--name must be a folder name without a path, got 'a/b'"),
+        (["--rope-factor", "2", "--name", "a/b"], "--rope-factor has no effect with --rope-type default, got 2.0"),
+        (
+            ["--batch-tokens", "256", "--batch-size", "3", "--name", "a/b"],
+            "--batch-size has no effect with --batch-tokens, got 3",
+        ),
         (["--batch-tokens", "20"], "--batch-tokens must be at least --max-seq-len 128, got 20"),
         (
             ["--hidden-size", "1000000000"],
@@ -163,6 +173,8 @@ def test_a_wrong_option_is_named(place, capsys):
         (["--num-layers", "0"], "--num-layers must be at least 1, got 0"),
         (["--num-layers", "1000000000"], "--num-layers must be at most 10,000, got 1000000000"),
         (["--batch-tokens", "0"], "--batch-tokens must be at least 1, got 0"),
+        (["--process-count", "2", "--process-id", "0", "--name=a/b"], "--process-count requires --mesh, got only 2"),
+        (["--process-id", "0", "--name=a/b"], "--process-id requires --mesh, got only 0"),
         (["--batch-tokens", "many"], "--batch-tokens must be an integer or None, got 'many'"),
         (["--lora-alpha", "many"], "--lora-alpha must be a number or None, got 'many'"),
         *(([option, HUGE], f"{option} must be at most 2,147,483,647, got {HUGE}") for option in SIZES),
@@ -228,6 +240,12 @@ def test_unnamed_runs_are_numbered_and_the_latest_is_continued(copied):
     config, folder = program.parse(["--runs", str(runs), "--resume"])
     assert folder == runs / "tiny"
     assert (config.train.steps, config.resume) == (8, True)
+
+
+def test_a_scaling_of_a_named_config_can_be_replaced():
+    for kind in ("default", "linear"):
+        config, _ = program.parse(["--config=llama3.2-1b", f"--rope-type={kind}"])
+        assert config.model.rope.rope_type == kind
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))

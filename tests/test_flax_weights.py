@@ -195,6 +195,7 @@ def test_unreadable_folders_raise(saved, tmp_path):
     for text, message in [
         ("{}", "cannot read .*index.json: KeyError"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "a shard must be a file in the same folder"),
+        ('{"weight_map": {"a": 3}}', "a shard must be a file in the same folder, got 3"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "cannot read .*absent.safetensors"),
     ]:
         index.write_text(text)
@@ -226,6 +227,15 @@ def test_invalid_options_and_folders_that_are_not_empty_raise(saved, tmp_path):
         save(model, tmp_path / "file")
     with pytest.raises(RunError, match=r"cannot write .*file/out"):
         save(model, tmp_path / "file" / "out")
+
+
+def test_values_too_large_for_float16_raise_before_anything_is_written(tmp_path):
+    model = random_decoder(SMALL)
+    model.final_norm.scale.set_value(model.final_norm.scale[...].at[1].set(-7e4))
+    with pytest.raises(RunError, match=r"float16 cannot hold the values of final_norm\.scale, up to 7e\+04; "):
+        save(model, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+    save(model, tmp_path / "out", dtype="bfloat16")
 
 
 def test_loading_holds_at_most_one_stacked_parameter_beside_the_model(tmp_path):

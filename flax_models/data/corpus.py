@@ -51,15 +51,15 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
 
     Args:
         paths: text files, files of records (.jsonl, or .json with a list), or folders. Folders are searched for text
-            files and .jsonl files; hidden files and folders, and files that are not UTF-8, are skipped. Without paths,
-            the corpus is the Python standard library.
+            files and .jsonl files; hidden files and folders, and files that are not UTF-8 text, are skipped. Without
+            paths, the corpus is the Python standard library.
 
     Returns:
         The corpus, of texts or of dialogues.
 
     Raises:
-        RunError: a path does not exist or cannot be read, a file named in `paths` is not UTF-8, a record is invalid,
-            there are both texts and dialogues, no text is found, or there is only one dialogue.
+        RunError: a path does not exist or cannot be read, a file named in `paths` is not UTF-8 text, a record is
+            invalid, there are both texts and dialogues, no text is found, or there is only one dialogue.
 
     Example:
         >>> corpus = load_corpus()
@@ -87,7 +87,10 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
             dialogues += found.dialogues
             unused += found.unused
             empty += found.empty
-        elif text.strip() and "\0" not in text:
+        elif "\0" in text:  # a binary file
+            if required:
+                raise RunError(f"--data: {path} is not text: it has a null character")
+        elif text.strip():
             documents.append(Document(name, text))
     source = ", ".join(map(str, paths)) if paths else "Python standard library"
     if documents and dialogues:

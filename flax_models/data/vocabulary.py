@@ -131,10 +131,15 @@ class Vocabulary:
         return self.end
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the prompt tokens of a text to continue; none for an empty text if the template adds no tokens."""
+        """Returns the prompt tokens of a text to continue; none for an empty text if the template adds no tokens.
+
+        An end token that the template adds after a text is left out.
+        """
         if self.folder is None:
             return [own.END_ID, *self.tokenizer.encode(text, add_special_tokens=False).ids]
-        return self.tokenizer.encode(text).ids
+        encoding = self.tokenizer.encode(text)
+        ended = len(encoding.ids) > 1 and encoding.ids[-1] == self.end and encoding.special_tokens_mask[-1]
+        return encoding.ids[:-1] if ended else encoding.ids
 
     def fit(self, config: ModelConfig) -> ModelConfig:
         """Returns a model's config with the vocab_size that this vocabulary needs.
@@ -167,7 +172,11 @@ class Vocabulary:
         hub = run / HUB
         hub.mkdir()
         copy_companions(self.folder, hub)
-        values = read_object(self.folder / "config.json") if weights else {"eos_token_id": self.end}
+        if weights:
+            values = read_object(self.folder / "config.json")
+        else:  # the first one is `end`
+            ends = [] if self.end is None else list(dict.fromkeys((self.end, *self.ends)))
+            values = {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
         if self.chat_template is not None and self.chat_template.dated:
             (hub / DATE).write_text(f"{self.chat_template.date}\n", encoding="utf-8")
         (hub / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -26,7 +26,14 @@ from flax import nnx
 
 from flax_models.errors import RunError
 from flax_models.hub.config import is_number, read_object
-from flax_models.hub.weights import FLOATS, TensorPart, file_parts, truncation, write_tensors
+from flax_models.hub.weights import (
+    FLOATS,
+    TensorPart,
+    check_new_folder,
+    file_parts,
+    truncation,
+    write_tensors,
+)
 from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora import MODULES, AdaptedLinear, adapted_projections, adapted_shapes, column_norms
@@ -93,8 +100,7 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
     dtype = model.config.param_dtype if dtype is None else dtype
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} already exists and is not an empty folder; choose another")
+    check_new_folder(folder)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for name, parts in _modules(model).items():

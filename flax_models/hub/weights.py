@@ -221,7 +221,7 @@ class _Files:
             raise RunError(f"{folder} has neither {SINGLE} nor {INDEX}")
         self._handles: dict[str, Any] = {}  # the open file of each tensor
         for name in names:
-            if Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name:
                 raise RunError(f"{folder / INDEX}: a shard must be a file in the same folder, got {name!r}")
             try:
                 handle = stack.enter_context(safe_open(folder / name, framework="numpy"))
@@ -361,7 +361,8 @@ def save(
         fields: further such fields for config.json, for example eos_token_id.
 
     Raises:
-        RunError: the folder is not empty or cannot be written, or the family's config.json cannot express the model.
+        RunError: the folder is not empty or cannot be written, the family's config.json cannot express the model, or a
+            value is too large for float16.
         ValueError: an option is out of range, or the model has adapters.
 
     Example:
@@ -382,8 +383,9 @@ def save(
     if unexpected := sorted(set(fields or ()) - NEUTRAL):
         raise ValueError(f"fields must not change the computation, got {', '.join(unexpected)}")
     values = {**_neutral_values(like), **(fields or {}), **values_of(config), "torch_dtype": dtype}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} already exists and is not an empty folder; choose another")
+    check_new_folder(folder)
+    if dtype == "float16":
+        _check_float16(model)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_tensors(model, folder, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
@@ -392,6 +394,21 @@ def save(
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error}") from None
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raises RunError unless a folder does not exist or is empty, so that a model can be saved to it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} already exists and is not an empty folder; choose another")
+
+
+def _check_float16(model: Decoder) -> None:
+    """Raises RunError, which names the parameter, if one has a value that would be inf in float16."""
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        largest = max(float(jnp.max(leaf[...], initial=0)), -float(jnp.min(leaf[...], initial=0)))
+        if largest > float(jnp.finfo(jnp.float16).max):
+            name = ".".join(map(str, path))
+            raise RunError(f"dtype float16 cannot hold the values of {name}, up to {largest:.3g}; use another dtype")
 
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:

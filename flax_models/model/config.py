@@ -63,7 +63,9 @@ class ModelConfig:
     dtype: Dtype = "float32"
     """Dtype of the computation."""
     param_dtype: Dtype = "float32"
-    """Dtype of the parameters."""
+    """Dtype of the parameters and of the optimizer's averages. In 16 bits, an update that is smaller than the rounding
+    of its parameter is lost, and averages with a decay rate near 1 are too small: of gradients of 1, bfloat16 averages
+    are 0.50 with --beta2 0.997 and 0.96 with 0.95."""
     family: Family = "llama"
     """The model_type of Hugging Face in whose format the weights are saved; the fields below define the computation."""
     rope: RopeScaling = field(default_factory=RopeScaling)

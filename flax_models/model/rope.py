@@ -23,6 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+USED: dict[RopeType, set[str]] = {  # the fields of `RopeScaling` that each method uses
+    "default": set(),
+    "linear": {"rope_factor"},
+    "llama3": {"rope_factor", "rope_original_seq_len", "rope_low_freq_factor", "rope_high_freq_factor"},
+    "yarn": {
+        *("rope_factor", "rope_original_seq_len", "rope_beta_fast", "rope_beta_slow", "rope_truncate"),
+        "rope_attention_factor",
+    },
+    "longrope": {
+        *("rope_factor", "rope_original_seq_len", "rope_attention_factor", "rope_short_factor", "rope_long_factor"),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,7 @@ class RopeScaling:
     rope_type: RopeType = "default"
     """Scaling method; default: no scaling, theta**(-2i/R)."""
     rope_factor: float = 1.0
-    """Factor by which sequences may be longer than the original length; not used by default."""
+    """Factor by which sequences may be longer than the original length; for all methods but default."""
     rope_original_seq_len: int = 0
     """Original training length; required by llama3, yarn and longrope."""
     rope_low_freq_factor: float = 1.0

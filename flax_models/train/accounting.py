@@ -79,11 +79,6 @@ def device_peak(kind: str) -> float | None:
     return None
 
 
-def multiplied_parameters(config: ModelConfig) -> int:
-    """Returns P: the number of parameters in matmuls, including the head."""
-    return _block_parameters(config) + config.vocab_size * config.hidden_size
-
-
 def _block_parameters(config: ModelConfig) -> int:
     heads = 2 * config.num_heads + 2 * config.num_kv_heads  # query and output; key and value
     block = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)

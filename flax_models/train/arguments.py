@@ -15,8 +15,9 @@ from flax_models.hub.adapter_folder import read_adapter_config
 from flax_models.hub.config import differing, read_config
 from flax_models.model.config import ModelConfig
 from flax_models.model.lora_config import LoraConfig
+from flax_models.model.rope import USED
 from flax_models.train.checkpoint import steps_in
-from flax_models.train.config import CONFIGS, UNUSED, RunConfig, TrainConfig, check_same, fine_tuning
+from flax_models.train.config import CONFIGS, UNUSED, RunConfig, check_same, fine_tuning
 from flax_models.train.run_folder import default_name, folder_to_resume, read_record
 
 PROGRAM = "python -m flax_models.train"
@@ -86,15 +87,22 @@ def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
             default=defaults,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )
-    _check_used(config.train, defaults.train)
+    _check_used(config, defaults)
     return config
 
 
-def _check_used(requested: TrainConfig, defaults: TrainConfig) -> None:
-    """Raises RunError if an option is given that the optimizer does not use."""
-    for name in UNUSED.get(requested.optimizer, ()):
-        if (value := getattr(requested, name)) != getattr(defaults, name):
-            raise RunError(f"--{name} has no effect with --optimizer {requested.optimizer}, got {value}")
+def _check_used(config: RunConfig, defaults: RunConfig) -> None:
+    """Raises RunError if an option is given that another option leaves without effect."""
+    train, rope = config.train, config.model.rope
+    unused = dict.fromkeys(UNUSED.get(train.optimizer, ()), f"--optimizer {train.optimizer}")
+    if train.batch_tokens is not None:
+        unused["batch_size"] = "--batch-tokens"
+    of_others = [name for name in vars(rope) if name not in {"rope_type", *USED[rope.rope_type]}]
+    unused |= dict.fromkeys(of_others, f"--rope-type {rope.rope_type}")
+    given, before = ({**vars(one.train), **vars(one.model.rope)} for one in (config, defaults))
+    for name, other in unused.items():
+        if given[name] != before[name]:
+            raise RunError(f"--{name.replace('_', '-')} has no effect with {other}, got {given[name]}")
 
 
 def _shape_of(weights: Path, ignored: Sequence[str]) -> ModelConfig:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from flax_models.data.atomic_file import atomic_file
-from flax_models.errors import RunError
+from flax_models.errors import RunError, first_line
 from flax_models.train.processes import from_first, is_first, wait_for_all
 from flax_models.train.step import TrainState
 
@@ -103,7 +103,7 @@ class Checkpoints:
                 _write_manifest(self._folder / str(step), state)
         except Exception as error:  # for a full disk, OSError or an exception type of the storage library
             raise RunError(
-                f"cannot write the checkpoint of step {step} to {self._folder}: {_first_line(error)}; "
+                f"cannot write the checkpoint of step {step} to {self._folder}: {first_line(error)}; "
                 f"{'there is no earlier checkpoint' if kept is None else f'the checkpoint of step {kept} is kept'}"
             ) from None
 
@@ -117,7 +117,8 @@ class Checkpoints:
         Args:
             like: a state with the same shapes and dtypes; its leaves may be `jax.ShapeDtypeStruct`. An array is read
                 to where that of `like` is, which may be another mesh than the one that wrote the checkpoint, and to
-                the first device if `like` has no sharding.
+                the first device if `like` has no sharding. If its `optimizer` is None, that of the result is too, and
+                the optimizer's arrays are not read. An object reads either whole states or such parts.
             step: read the checkpoint of this step instead.
             allow_older: use an older checkpoint if the latest is damaged.
 
@@ -146,7 +147,7 @@ class Checkpoints:
                 try:
                     restored = self._read(step, like)
                 except Exception as error:  # a damaged file raises one of many types, with a long message
-                    fault = _first_line(error)
+                    fault = first_line(error)
                     if jax.process_count() > 1:  # others may have read it
                         raise RunError(f"cannot read the checkpoint {folder}: {fault}") from None
                 else:
@@ -168,10 +169,13 @@ class Checkpoints:
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), like._asdict()
         )
-        restored = self._manager.restore(
-            step, args=args.Composite(state=args.StandardRestore(shapes), sampler=args.JsonRestore())
-        )
-        return TrainState(**restored["state"]), restored["sampler"]
+        arrays = args.StandardRestore(shapes)
+        if like.optimizer is None:
+            del shapes["optimizer"]
+            how = self._ocp.checkpoint_utils.construct_restore_args(shapes)
+            arrays = args.PyTreeRestore(shapes, how, partial_restore=True)
+        restored = self._manager.restore(step, args=args.Composite(state=arrays, sampler=args.JsonRestore()))
+        return TrainState(**{"optimizer": None, **restored["state"]}), restored["sampler"]
 
     def _set_aside(self, steps: list[int]) -> None:
         for step in steps if is_first() else ():
@@ -184,11 +188,6 @@ class Checkpoints:
     def close(self) -> None:
         """Stops the threads of the checkpoint manager."""
         self._manager.close()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _size(state: TrainState) -> int:
@@ -239,7 +238,7 @@ def _fault(folder: Path) -> str | None:
             if _checksum(path) != checksum:
                 return f"{name} was changed after it was written (its checksum differs)"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST}: {_first_line(error)}"
+        return f"{MANIFEST}: {first_line(error)}"
     return None
 
 
@@ -249,6 +248,8 @@ def _check_arrays(folder: Path, like: TrainState) -> None:
     if manifest is None:
         return
     found, expected = manifest["arrays"], _arrays(like)
+    if like.optimizer is None:
+        found = {name: entry for name, entry in found.items() if not name.startswith("['optimizer']")}
     for name in [*expected, *(set(found) - set(expected))]:
         if found.get(name) != expected.get(name):
             raise RunError(

@@ -204,8 +204,9 @@ class RunConfig:
             raise ValueError(f"--adapter requires the --weights that it was trained on, got only {self.lora.adapter}")
         if self.mesh is not None:
             mesh_sizes(self.mesh)
-        elif self.coordinator is not None:
-            raise ValueError(f"--coordinator requires --mesh, got only {self.coordinator}")
+        for name in OF_PROCESS:
+            if self.mesh is None and (value := getattr(self, name)) is not None:
+                raise ValueError(f"{_flag(name)} requires --mesh, got only {value}")
         check_seed(self.seed)
         if not 0 <= self.sample_tokens <= MOST_SAMPLE_TOKENS:
             raise ValueError(f"--sample-tokens must be in [0, {MOST_SAMPLE_TOKENS:,}], got {self.sample_tokens}")

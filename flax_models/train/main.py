@@ -27,7 +27,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from flax_models.data.batches import Sampler
-from flax_models.data.vocabulary import decoded_after
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
 from flax_models.hub.adapter_folder import check_adapter, load_adapter
@@ -36,7 +35,6 @@ from flax_models.hub.weights import check_tensors, check_weights, load
 from flax_models.model.attention_choice import AttentionChoice, explain_attention
 from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.lora import adapt, adapted_shapes
-from flax_models.model.sampling import generate
 from flax_models.train.accounting import (
     LeastMemory,
     check_parameters,
@@ -86,8 +84,9 @@ from flax_models.train.run_folder import (
     read_record,
     resume_advice,
 )
+from flax_models.train.sample import generate_sample, make_prompt
 from flax_models.train.step import Trainer, TrainState
-from flax_models.train.task_data import Data, Text, make_data, read_text
+from flax_models.train.task_data import Data, make_data, read_text
 from jax_pallas import explain
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no autotuning of kernels
@@ -148,6 +147,9 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         text = read_text(config, resumed, display)
         check_agreement("the text", text.corpus.sha256)
         check_agreement("the tokenizer", text.vocabulary.tokenizer.to_str())
+        if isinstance(text.train, list):
+            check_agreement("the chat template and its date", "\0".join(text.vocabulary.format.key))
+        prompt = make_prompt(text, config.prompt)  # before training, because an invalid --prompt is an error
         model_config = text.vocabulary.fit(config.model)
         if mesh is not None:
             check_vocabulary(mesh, model_config, "--vocab-size" if config.tokenizer is None else "of --tokenizer")
@@ -220,7 +222,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         _report(loss, data, display)
         display.line()
         with trainer.context():
-            sample = _sample(trainer.model(params), text, config)
+            sample = generate_sample(trainer.model(params), prompt, text, config)
         display.line(sample)
         seconds = time.monotonic() - began
         result = {
@@ -417,22 +419,6 @@ def _report(loss: float, data: Data, display: Display) -> None:
         f"{abs(value - loss):.2f} {'below' if loss < value else 'above'} {name}" for name, value in baselines.items()
     )
     display.line(f"  {'model':<10}{loss:6.3f}   {gaps}")
-
-
-def _sample(model: Decoder, text: Text, config: RunConfig) -> str:
-    """Generates a sample that continues --prompt or, for dialogues, answers --prompt or a held-out dialogue."""
-    vocabulary, ends = text.vocabulary, (text.vocabulary.needed_end(),)
-    if isinstance(text.held_out, list):
-        ends = (*vocabulary.ends, *vocabulary.format.ends)
-        example = text.held_out[0]
-        prompt = example.tokens[: np.argmax(example.counted)].tolist()
-        if config.prompt:
-            prompt = vocabulary.chat_prompt(config.prompt)
-        shown = vocabulary.tokenizer.decode(prompt)
-    else:
-        prompt, shown = vocabulary.prompt(config.prompt) or [*ends], config.prompt
-    new = generate(model, prompt, length=config.sample_tokens, key=jax.random.key(config.seed), ends=ends)
-    return f"sample:\n{shown}{decoded_after(vocabulary.tokenizer, prompt, new)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """The mesh of a run: its sizes, what they must divide, and where the training state and the batches are.
 
 `flax_models.model.sharding` has the table of the parameters. An array of the optimizer that has the name and the shape
-of a parameter is divided as it; all others, such as Adafactor's averages over rows and columns, are on every device.
+of a parameter is divided like it; all others, such as Adafactor's averages over rows and columns, are on every device.
 """
 
 import math
@@ -179,7 +179,7 @@ def batch_placement(mesh: Mesh, rows: int) -> NamedSharding:
 
 
 def put_batch[T](mesh: Mesh | None, batch: T) -> T:
-    """Puts a batch on the devices: on each its rows, of the batch that every process has whole.
+    """Puts a batch on the devices. Every process has the whole batch, and each device gets its rows.
 
     Args:
         mesh: the mesh; None: the default device.
@@ -196,7 +196,7 @@ def put_batch[T](mesh: Mesh | None, batch: T) -> T:
 
 
 def parameter_shards(mesh: Mesh | None) -> int:
-    """Returns among how many devices the matrices of a model are divided."""
+    """Returns the number of devices over which the matrices of a model are divided."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in CLASSES)
 
 

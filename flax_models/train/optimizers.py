@@ -96,7 +96,30 @@ def make_optimizer(config: TrainConfig, b_ratio: float = 1.0) -> optax.GradientT
     else:
         adafactor = _adafactor(config, rate)
         chosen = [_partition(lambda path, leaf: is_stacked(path), _layer_by_layer(adafactor), adafactor), *faster]
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), *chosen)
+    return optax.chain(_clip(config.clip_norm), *chosen)
+
+
+def gradient_norm(gradients: optax.Updates) -> jax.Array:
+    """Returns the norm of a gradient in float32.
+
+    `optax.tree.norm` adds up in the dtype of the arrays: in float16 a norm above 255 is inf, and a sum in bfloat16
+    stops growing.
+    """
+    return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))
+
+
+def _clip(most: float) -> optax.GradientTransformation:
+    """Returns `optax.clip_by_global_norm`, with the norm of `gradient_norm`."""
+
+    def clip(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        norm = gradient_norm(updates)
+
+        def clipped(leaf: jax.Array) -> jax.Array:
+            return jnp.where(norm < most, leaf, (leaf.astype(jnp.float32) / norm * most).astype(leaf.dtype))
+
+        return jax.tree.map(clipped, updates)
+
+    return optax.stateless(clip)
 
 
 def _partition(
@@ -184,6 +207,11 @@ def _layer_by_layer(inner: optax.GradientTransformation) -> optax.GradientTransf
     return optax.GradientTransformation(init, update)
 
 
+def has_average(config: TrainConfig) -> bool:
+    """Returns whether the optimizer has an average of the parameters, which is evaluated in place of them."""
+    return config.optimizer == "schedule_free_adamw"
+
+
 def averaged(config: TrainConfig, state: optax.OptState, trained: nnx.State) -> nnx.State:
     """Returns the parameters for evaluation: x of schedule_free_adamw; `trained` for the other optimizers.
 
@@ -192,7 +220,7 @@ def averaged(config: TrainConfig, state: optax.OptState, trained: nnx.State) -> 
         state: state of the optimizer.
         trained: the current trained parameters.
     """
-    if config.optimizer != "schedule_free_adamw":
+    if not has_average(config):
         return trained
     return cast(nnx.State, optax.contrib.schedule_free_eval_params(cast(Any, state)[-1], trained))
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from flax_models.errors import RunError
+from flax_models.errors import RunError, first_line
 from flax_models.train.relay import start_relay
 
 LOCAL = "127.0.0.1"  # where the relay listens
@@ -60,7 +60,7 @@ class Launch(NamedTuple):
     """How a process joins the others: arguments of `jax.distributed.initialize`, None if JAX detects them.
 
     Args:
-        origin: what says so, for messages.
+        origin: the option, variable or cluster that has the processes, for messages.
         coordinator: address of process 0.
         count: number of processes.
         index: this process.
@@ -225,7 +225,7 @@ def join(launch: Launch, advice: Callable[[], str]) -> "Peers":
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     except (RuntimeError, ValueError, TypeError, OSError) as error:
-        raise RunError(f"cannot join the other processes ({launch.origin}): {_first_line(error)}") from None
+        raise RunError(f"cannot join the other processes ({launch.origin}): {first_line(error)}") from None
     finally:
         waiting.cancel()
     return Peers(advice, host)
@@ -254,8 +254,8 @@ def _through_relay(host: str, port: int) -> str:
 class Peers:
     """The connections of process 0 with all other processes, on which each reports an error or that it leaves.
 
-    Another process ends if one of them fails or is killed. Only process 0 prints the line about it, and if process 0
-    is lost, each of the others.
+    If one process fails or is killed, all others end. Process 0 prints a line about it. If process 0 itself is lost,
+    each of the others prints one.
 
     Args:
         advice: returns how to continue the run.
@@ -272,7 +272,7 @@ class Peers:
             else:
                 self._connect()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            self._end(f"error: the processes cannot connect to process 0: {_first_line(error)}", 1)
+            self._end(f"error: the processes cannot connect to process 0: {first_line(error)}", 1)
         self._listeners = [
             threading.Thread(target=self._listen, args=(index, connection), daemon=True)
             for index, connection in self._connections.items()
@@ -290,7 +290,10 @@ class Peers:
             while len(self._connections) < self._count - 1:
                 connection, _ = server.accept()
                 connection.settimeout(CONNECTING)
-                sent, _, index = _word(connection).partition(" ")
+                try:
+                    sent, _, index = _word(connection).partition(" ")
+                except OSError:
+                    sent = ""
                 if sent != token:  # not a process of this run
                     connection.close()
                     continue
@@ -303,7 +306,7 @@ class Peers:
         self._connections[0] = _watched(connection)
 
     def _listen(self, index: int, connection: socket.socket) -> None:
-        """Waits for the one word of a process, and ends this process unless it is that the other one leaves."""
+        """Waits for the message of another process, and ends this process unless the other one only leaves."""
         try:
             what, _, text = _word(connection).partition(" ")
         except OSError:  # no answer: its host is lost
@@ -326,6 +329,8 @@ class Peers:
         if self._index == 0:
             for index in self._connections:
                 self._tell(index, "left")
+        for connection in self._connections.values():
+            connection.close()
         jax.distributed.shutdown()
 
     def end(self, line: str, status: int) -> NoReturn:
@@ -356,11 +361,6 @@ class Peers:
     def _exit(self, status: int) -> NoReturn:
         sys.stdout.flush()
         os._exit(status)  # without JAX's shutdown, which would wait for a lost process
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _word(connection: socket.socket) -> str:

@@ -1,9 +1,10 @@
 """A relay between a process and JAX's coordination service, which is in process 0. It is a separate program.
 
-JAX's client aborts its process, with a long log, as soon as its connection to the service ends, so if process 0 is
-killed. JAX has no option for it: `jax_enable_recoverability` is about the other processes, and jaxlib 0.11 cannot call
-a `missed_heartbeat_callback` of Python. A connection through the relay stays open until the process ends, so the client
-notices only after its heartbeat. `flax_models.train.processes.Peers` ends the process before that.
+JAX's client aborts its process, with a long log, as soon as its connection to the service ends, which happens when
+process 0 is killed. No option of JAX prevents this: `jax_enable_recoverability` concerns the other processes, and
+jaxlib 0.11 cannot call a `missed_heartbeat_callback` of Python. A connection through the relay stays open until the
+process ends, so the client notices only after its heartbeat. `flax_models.train.processes.Peers` ends the process
+before that.
 
 A thread of the process could not relay: it waits while other Python code holds the interpreter's lock, perhaps for
 longer than the heartbeat.

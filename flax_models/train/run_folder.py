@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from flax_models.data.atomic_file import atomic_file
+from flax_models.data.atomic_file import atomic_file, part_path
 from flax_models.errors import RunError
 from flax_models.train.checkpoint import steps_in, unused_path
 from flax_models.train.config import RunConfig, TrainConfig, from_json, to_json
@@ -209,10 +209,11 @@ def make_folder(folder: Path, record: RunRecord, fill: Callable[[Path], None]) -
     Raises:
         RunError: the folder cannot be created, or another run has created it in the meantime.
     """
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    part = part_path(folder)
     try:
         with ExitStack() as unless_made:
-            part.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(part, ignore_errors=True)  # of a killed process that had this process's id
+            part.mkdir(parents=True)
             _write_record(part / "config.json", record)
             fill(part)
             lock = unless_made.enter_context(RunLock(part))

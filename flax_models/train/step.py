@@ -28,7 +28,14 @@ from flax_models.train.mesh import (
     state_placements,
     with_placements,
 )
-from flax_models.train.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
+from flax_models.train.optimizers import (
+    averaged,
+    check_optimizer,
+    gradient_norm,
+    has_average,
+    learning_rate_schedule,
+    make_optimizer,
+)
 from flax_models.train.profile import TRACEABLE
 
 
@@ -36,7 +43,7 @@ class TrainState(NamedTuple):
     """The training state, which each step replaces."""
 
     params: nnx.State
-    optimizer: optax.OptState
+    optimizer: optax.OptState  # None if it was not read
     step: jax.Array  # () int32: number of steps done
 
 
@@ -146,10 +153,14 @@ class Trainer:
     def evaluated(self, state: TrainState) -> nnx.State:
         """Returns the parameters for evaluation and export: the optimizer's average, if it has one, or the current
         parameters."""
-        if self._config.optimizer != "schedule_free_adamw":
+        if not has_average(self._config):
             return state.params
         trained, frozen = self.split(state.params)
         return cast(nnx.State, nnx.merge_state(self._averaged(state.optimizer, trained), frozen))
+
+    def evaluated_part(self, state: TrainState) -> TrainState:
+        """Returns the part of a state that `evaluated` reads, with `optimizer` None if it does not read that."""
+        return state if has_average(self._config) else state._replace(optimizer=None)
 
     def _hidden(self, params: nnx.State, batch: Batch) -> tuple[jax.Array, Decoder]:
         model = nnx.merge(self._graph, params)
@@ -223,8 +234,7 @@ class Trainer:
         with jax.named_scope("optimizer"):
             updates, optimizer = self._optimizer.update(gradients, state.optimizer, trained)
             trained = cast(nnx.State, optax.apply_updates(trained, updates))
-        norm = optax.tree.norm(gradients)
-        metrics = StepMetrics(loss, norm, self._schedule(state.step), has_gradient(gradients))
+        metrics = StepMetrics(loss, gradient_norm(gradients), self._schedule(state.step), has_gradient(gradients))
         return TrainState(nnx.merge_state(trained, frozen), optimizer, state.step + 1), metrics
 
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:

@@ -121,8 +121,6 @@ def make_data(text: Text, config: TrainConfig, length: int, seed: int, vocab_siz
     assert isinstance(text.held_out, list)
     if config.packing == "windows":
         raise RunError("--packing must be best_fit or none for dialogues, got windows")
-    if not text.held_out:
-        raise RunError("--data has too few dialogues to hold any out")
     facts: list[tuple[str, str]] = []
     fitted = [fit_examples(examples, length) for examples in (text.train, text.held_out)]
     if any(part.cut or part.dropped for part in fitted):

@@ -64,7 +64,7 @@ def read_run(folder: Path, *, step: int | None = None, allow_older: bool = False
     try:
         if checkpoints.latest_step() is None:
             raise RunError(f"{folder} has no checkpoint yet")
-        state, _ = checkpoints.restore(trainer.initial, step=step, allow_older=allow_older)
+        state, _ = checkpoints.restore(trainer.evaluated_part(trainer.initial), step=step, allow_older=allow_older)
     finally:
         checkpoints.close()
     for fault in checkpoints.skipped:
