@@ -14,12 +14,12 @@ do not determine stay near the present ones (`PRIOR`).
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -211,18 +211,22 @@ def fit(
 
 def choice_of(rows: Sequence[Sample], coefficients: CostCoefficients) -> Sample:
     """Returns which of the measured rows of one shape and budget the estimate chooses, as a plan does: the fewest of
-    equal chunks that cost the same, or a first chunk in the memory of d_weight that saves enough."""
-    timed = [(row.choice.ms(coefficients), row) for row in rows]
-    equal = [choice for choice in timed if not choice[1].choice.last.pieces]
-    least = (1 + chunk_cost.TIE) * min((ms for ms, _ in equal), default=0.0)
-    fewest = min(
-        (choice for choice in equal if choice[0] <= least), key=lambda choice: choice[1].choice.chunks, default=None
-    )
-    first = min((choice for choice in timed if choice[1].choice.last.pieces), key=itemgetter(0), default=None)
-    if first is None or (fewest is not None and first[0] >= (1 - chunk_cost.FIRST_CHUNK_GAIN) * fewest[0]):
-        assert fewest is not None
-        return fewest[1]
-    return first[1]
+    the chunks that cost the same, equal ones or, if it saves enough, with a first chunk in the memory of d_weight."""
+
+    def ms(row: Sample) -> float:
+        return row.choice.ms(coefficients)
+
+    def fewest(found: Sequence[Sample]) -> Sample:
+        least = (1 + chunk_cost.TIE) * min(map(ms, found))
+        return min((row for row in found if ms(row) <= least), key=lambda row: (row.choice.chunks, ms(row)))
+
+    with_first = [row for row in rows if row.choice.last.pieces]
+    equal = [row for row in rows if not row.choice.last.pieces]
+    if not equal:
+        return fewest(with_first)
+    usual = fewest(equal)
+    saves = min(map(ms, with_first), default=math.inf) < (1 - chunk_cost.FIRST_CHUNK_GAIN) * ms(usual)
+    return fewest(with_first) if saves else usual
 
 
 def report(key: tuple[str, str], rows: Sequence[Sample], coefficients: CostCoefficients) -> float:

@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help=f"sequences of a step; default: by --seq, {SIZES}")
     parser.add_argument("--seconds", type=float, default=2.0, help="for the timed steps of a row (default %(default)s)")
     parser.add_argument("--limit", type=float, default=120.0, help="maximum seconds of a row, on average (%(default)s)")
-    parser.add_argument("--until", type=float, metavar="SECONDS", help="start no row later than this after the start")
+    parser.add_argument("--until", type=float, metavar="SECONDS", help="start no row after this many seconds")
     parser.add_argument(
         "--compile-jobs", type=int, default=0, metavar="N", help="first compile the compiled rows in N processes"
     )

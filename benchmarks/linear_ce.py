@@ -98,7 +98,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--resume", action="store_true", help="skip rows of the file that are of the same code")
     parser.add_argument(
-        "--until", type=float, metavar="SECONDS", default=math.inf, help="start no row later than this after the start"
+        "--until", type=float, metavar="SECONDS", default=math.inf, help="start no row after this many seconds"
     )
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
     parser.add_argument(

@@ -249,10 +249,11 @@ def load(module: str) -> ModuleType:
 
 def our_loss(package: str, implementation: str, mode: Mode) -> Callable[..., Any]:
     """Returns a mode's function (input, linear_weight, target, *per_token) -> loss of core_triton or jax_pallas."""
-    ours, objective = load(f"{package}.linear_ce"), mode.objective
-    if implementation not in load(f"{package}.arguments").IMPLEMENTATIONS:
+    # Not by `load`: if our package cannot be imported, the method has failed.
+    ours, objective = importlib.import_module(f"{package}.linear_ce"), mode.objective
+    if implementation not in importlib.import_module(f"{package}.arguments").IMPLEMENTATIONS:
         raise UnavailableError(f"{package} has no implementation {implementation!r} yet")
-    token_loss = load(f"{package}.token_losses").grpo(EPSILON_LOW, EPSILON_HIGH, BETA, kl="k3")
+    token_loss = importlib.import_module(f"{package}.token_losses").grpo(EPSILON_LOW, EPSILON_HIGH, BETA, kl="k3")
     options: dict[str, Any] = {
         "logit_scale": objective.logit_scale,
         "head_precision": "float32" if mode.float32_head else None,

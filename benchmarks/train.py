@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
     parser.add_argument("--seconds", type=float, default=4.0, help="for the timed steps of a row (default %(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="maximum seconds of a process (default %(default)s)")
-    parser.add_argument("--until", type=float, metavar="SECONDS", help="start no row later than this after the start")
+    parser.add_argument("--until", type=float, metavar="SECONDS", help="start no row after this many seconds")
     parser.add_argument("--first", type=int, default=16, help="first batch of a search of the largest (%(default)s)")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="pretend that JAX has no more than this")
     parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")

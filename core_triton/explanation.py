@@ -7,13 +7,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import gathered_tokens, ops, saved_ops
-from core_triton.arguments import Groups, Implementation, choose, decide, of_vocab_group, spec_of
+from core_triton.arguments import Groups, Implementation, choose, decide, of_vocab_group
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from core_triton.vocab_shard import VocabShard
 from linear_ce.gpus import gpu_named
-from linear_ce.spec import check_flag, check_saved_budget
+from linear_ce.spec import LossSpec, check_flag, check_saved_budget
 
 
 class Explanation(Implementation):
@@ -33,7 +33,7 @@ class Explanation(Implementation):
 def explained(
     input: Tensor,
     linear_weight: Tensor,
-    options: tuple[Any, ...],
+    spec: LossSpec,
     implementation: str | None,
     *,
     gradients: bool,
@@ -46,15 +46,13 @@ def explained(
     vocab_group: "dist.ProcessGroup | None",
     sequence_parallel: bool,
 ) -> Explanation:
-    """Returns the implementation and the plan of a call: the arguments are those of `linear_ce.explain`, and `options`
-    are those of `spec_of`."""
+    """Returns the implementation and the plan of a call: the arguments are those of `linear_ce.explain`."""
     gpu = None
     if device is not None:
         capability, multiprocessors, *_ = gpu_named(device)
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     if torch.compiler.is_compiling():
         return choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
-    spec = spec_of(*options)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     check_grad_into(grad_into, input, linear_weight, explains=True)
     check_flag("with_entropy", with_entropy)

@@ -681,11 +681,11 @@ def explain(
         matmuls: logits, d_input, d_weight by PyTorch
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    options = reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision
+    spec = spec_of(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     return explained(
         input,
         linear_weight,
-        options,
+        spec,
         implementation,
         gradients=gradients,
         memory_budget=memory_budget,

@@ -768,8 +768,8 @@ def _modes() -> int:
 def below_autograd(
     run: Callable[..., T], dispatched: Callable[..., T], *call: Any, grad_into: Tensor | None = None
 ) -> T:
-    """Returns run(*call), or where a dispatch mode is active dispatched(*call), which calls the operator. That takes
-    host time."""
+    """Returns run(*call) for plain tensors or with grad_into, and otherwise dispatched(*call), which calls the operator
+    and takes more host time."""
     if is_eager(call[0]) or grad_into is not None:
         return run(*call)
     with torch._C._AutoDispatchBelowAutograd():

@@ -179,7 +179,8 @@ def call(token_loss: TokenLoss, log_prob: Tensor, values: Sequence[Tensor]) -> T
         ValueError: the result has another shape, or is on another device.
     """
     with _named("token_loss"):
-        loss: Any = token_loss(log_prob, *values)
+        # By name, because torch.compile cannot call a frozen dataclass, such as `Named`, that it has made itself.
+        loss: Any = token_loss.__call__(log_prob, *values)
     must = f"token_loss must return a float32 Tensor of shape {tuple(log_prob.shape)}, the shape of log_prob"
     if not isinstance(loss, Tensor):
         raise TypeError(f"{must}, got {type(loss).__name__}")

@@ -66,13 +66,13 @@ class Devices(NamedTuple):
         return lax.pmax(array, self.token_axes) if self.token_axes else array
 
     def sum_of_shared(self, array: Array, shared: Array) -> Array:
-        """Returns the sum of a gradient by an array over the devices that share this array."""
+        """Returns the sum of an array's gradient over the devices that share this array."""
         axes = tuple(axis for axis in self.token_axes if axis not in varying(shared))
         return lax.psum(array, axes) if axes else array
 
     def sum_of_bias(self, array: Array, bias: Array) -> Array:
-        """Returns the sum of a gradient by the bias over the devices that share it. If the bias was gathered, only for
-        the classes of this device."""
+        """Returns the sum of the bias's gradient over the devices that share it. If the bias was gathered, only for the
+        classes of this device."""
         if self.gather == "head":
             array = lax.psum_scatter(array, self.gather_axes, tiled=True)
         return self.sum_of_shared(array, bias)

@@ -172,13 +172,13 @@ def linear_cross_entropy(
             scale the loss outside, but by normalizer or token_weight. Kernels other than those for Hopper, and those
             too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
 
-            With reduction "none" the call returns the losses, and the gradient by grad_into is grad_into + the gradient
-            of linear_weight, for any upstream gradient: `jax.grad(f, argnums=...)` by grad_into returns the new sum in
-            place of a gradient, as for the collection `_overwrite_with_gradient` of Flax. Differentiate by grad_into
-            wherever you differentiate by input, linear_weight or linear_bias. One array belongs to one call in each
-            differentiated function, whose result must depend on the losses: JAX adds up the gradients of all uses of an
-            array, so two calls would count it twice, and no use gives zeros. A call that is not differentiated adds
-            nothing.
+            With reduction "none" the call returns the losses, and the gradient of grad_into is grad_into + the gradient
+            of linear_weight, for any upstream gradient: `jax.grad(f, argnums=...)` with respect to grad_into returns
+            the new sum in place of a gradient, as for the collection `_overwrite_with_gradient` of Flax. Differentiate
+            with respect to grad_into wherever you differentiate with respect to input, linear_weight or linear_bias.
+            One array belongs to one call in each differentiated function, whose result must depend on the losses: JAX
+            adds up the gradients of all uses of an array, so two calls would count it twice, and no use gives zeros. A
+            call that is not differentiated adds nothing.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
             and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
@@ -361,7 +361,7 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
-        grad_into: linear_weight's shape, float32. The gradient by it is grad_into + the gradient of linear_weight, as
+        grad_into: linear_weight's shape, float32. Its gradient is grad_into + the gradient of linear_weight, as
             for `linear_cross_entropy` with reduction "none".
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if entropy
             and lse get no gradient. Otherwise they are not used, and the call takes one matmul more than with 0. It

@@ -12,7 +12,7 @@
 where no row is saved.
 
 With grad_into plan A returns the sum after its other results, and the backward rules of plan C return it as the
-gradient by grad_into.
+gradient of grad_into.
 
 If an operator is not differentiated, it runs plan B and computes no gradients. A rule computes only the gradients that
 are needed: a custom_vjp with symbolic zeros receives which arguments are differentiated. `row_math.row_weights` folds
@@ -117,7 +117,7 @@ _loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, sym
 
 @jax.custom_vjp
 def no_rows(grad_into: Array | None) -> Array:
-    """Returns the (0,) results of a call without tokens. The gradient by `grad_into` is `grad_into`."""
+    """Returns the (0,) results of a call without tokens. The gradient of `grad_into` is `grad_into`."""
     return jnp.zeros(0, jnp.float32)
 
 

@@ -42,7 +42,7 @@ class Options:
 
     @property
     def adds_in_backward(self) -> bool:
-        """Whether the gradient by grad_into is the sum. With other reductions the forward pass returns the sum."""
+        """Whether the gradient of grad_into is the sum. With other reductions the forward pass returns the sum."""
         return self.has_grad_into and self.spec.reduction == "none"
 
     def arrays(

@@ -464,7 +464,7 @@ def _placed(where: Placement, array: Any, spec: PartitionSpec) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _zeros_beside(axes: tuple[str, ...], into: Array) -> Array:
-    """Returns zeros for each device of the axes in place of a grad_into that they share. The gradient by it is
+    """Returns zeros for each device of the axes in place of a grad_into that they share. Its gradient is
     grad_into plus the sum of what the devices added to theirs."""
     zeros = jnp.zeros_like(into)
     return lax.pcast(zeros, tuple(({*axes} | varying(into)) - varying(zeros)), to="varying")

@@ -19,11 +19,12 @@ class CostCoefficients(NamedTuple):
 
 
 # `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 47
-# rows of 7 shapes at 709152b and 52 rows of 5 shapes at 8086098. With these coefficients the chosen rows are at most
-# 0.1% slower than the best rows measured. The estimate is within 2.4% (H100) and 1.5% (H200) of the measured times,
-# root mean square, and within 1.3% and 0.7% of those of one shape and budget. On an H100 tiles of 128 rows of d_input
-# are much slower than tiles of 256 rows: `narrow` was fitted alone (`--only narrow`) to 336 rows of 162 calls at
-# 8d5edd3. The chosen rows are then at most 1.8% slower than the best ones measured.
+# rows of 7 shapes at 709152b and 52 rows of 5 shapes at 8086098. The chosen rows were at most 0.1% slower than the best
+# rows measured, and the estimate within 2.4% (H100) and 1.5% (H200) of the times, root mean square, and within 1.3% and
+# 0.7% of those of one shape and budget. On an H100 tiles of 128 rows of d_input are much slower than tiles of 256 rows:
+# `narrow` was fitted alone (`--only narrow`) to 336 rows of 162 calls at 8d5edd3 and 09763ba. Of these the chosen rows
+# are at most 1.8% slower than the best ones. The estimate is within 6.6% of all of their times, and within 2.2% of
+# those of one shape and budget.
 # Those of jax_pallas on an H100 were fitted to results/h100/jax-sweep.json, 37 rows of 5 shapes at 12d7150. The
 # chosen rows are the best ones measured, or at most 0.7% slower, except for Qwen2.5-0.5B in 512 MiB (3.4%, one run:
 # the 20th to 80th percentiles of both rows are 4% to 6% wide). The estimate is within 4.8% of the measured times,

@@ -420,6 +420,12 @@ TOKEN_LOSSES = (
         tests("core_triton_token_loss", "not_a_class or nan_logit"),
     ),
     Mutation("core_triton/token_ops.py", "(one * d_loss).to(dtype)", "one.to(dtype)", TORCH_TOKENS),
+    Mutation(
+        "core_triton/token_hook.py",
+        "token_loss.__call__(log_prob, *values)",
+        "token_loss(log_prob, *values)",
+        tests("core_triton_token_loss", "made_in_a_compiled"),
+    ),
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
     Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
     Mutation("core_triton/scaled_exp.py", "hook.process(rows.order[chunk],", "hook.process(chunk,", KERNEL_TOKENS),

@@ -29,16 +29,22 @@ Program = tuple[Any, ...]  # a program of interpret_loss.py: its name and argume
 Results = list[dict[str, Any]]  # one per call
 
 
-def interpret(programs: list[Program], **more: str) -> list[Results]:
-    """Runs programs of interpret_loss.py in one process and returns the results of each. more: its variables."""
+def printed_by(*command: str, **more: str) -> str:
+    """Runs a file of tests/, which interprets kernels, and returns what it prints. more: its variables."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", **more}
     # In OpenBLAS's matmuls for Haswell and Zen the bits of a row depend on its place, which is not so on a GPU.
     environment["OPENBLAS_CORETYPE"] = "Sandybridge"
-    command = [sys.executable, "-W", "error", str(HERE / "interpret_loss.py"), json.dumps(programs)]
+    file, *arguments = command
+    command = (sys.executable, "-W", "error", str(HERE / file), *arguments)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-300:] + done.stderr[-5000:]
+    return done.stdout
+
+
+def interpret(programs: list[Program], **more: str) -> list[Results]:
+    """Runs programs of interpret_loss.py in one process and returns the results of each. more: its variables."""
     results: list[Results] = [[] for _ in programs]
-    for result in map(json.loads, done.stdout.splitlines()):
+    for result in map(json.loads, printed_by("interpret_loss.py", json.dumps(programs), **more).splitlines()):
         results[result["program"]].append(result)
     return results
 
@@ -323,4 +329,19 @@ def test_the_quick_operators_of_the_interpreter_compute_the_same_bits() -> None:
     the errors of all results, in percent of their budgets."""
     programs: list[Program] = [("fewer_rows", *sorted(TABLES["edges-bfloat16"])), ("batch_invariant",)]
     programs += [("repair", "quick"), ("sm80", "repair", "quick"), ("float16",), ("saved_float16",), ("stored",)]
+    programs += [("pieces",)]
     assert interpret(programs) == interpret(programs, PLAIN_INTERPRETER="1")
+
+
+@pytest.mark.slow
+def test_the_quick_operators_of_the_interpreter_compute_the_same_bits_on_two_ranks() -> None:
+    """The kernels that only shards have."""
+    requests = [
+        "vocabulary:log_probs-bf16-softcap-scale-padded-bias-skewed-ignored-axis1-tight-head32-strided-n123",
+        "vocabulary:mean-fp16-zloss-scale-bias-weight-mask-skewed-ignored-axis1-head32-strided-n123",
+        "vocabulary:edge-token_loss-stats-logits80-bf16",
+    ]
+    command = ("torch_ranks.py", "2", "triton", *requests)
+    printed = printed_by(*command, TRITON_INTERPRET="1")
+    assert len(printed.splitlines()) == len(requests)
+    assert printed == printed_by(*command, TRITON_INTERPRET="1", PLAIN_INTERPRETER="1")

@@ -431,6 +431,22 @@ def test_a_named_loss_compiles_without_graph_breaks(
     assert len(keys) == (3 if reduction == "none" and not made.form.with_entropy else 2)  # as many in both modes
 
 
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_named_loss_may_be_made_in_a_compiled_function(reduction: Any) -> None:
+    x, w, advantage, old_log_prob = (torch.randn(size, requires_grad=True) for size in ((6, 8), (20, 8), (6,), (6,)))
+    target = torch.arange(6)
+
+    def function() -> Tensor:
+        loss = token_losses.ppo_clip(0.2, 0.3)
+        return core_triton.linear_token_loss(x, w, target, loss, advantage, old_log_prob, reduction=reduction).sum()
+
+    want, found = function(), torch.compile(function, fullgraph=True, backend="aot_eager")()
+    torch.testing.assert_close(found, want)
+    for one, other in zip(*(torch.autograd.grad(loss, [x, w]) for loss in (found, want)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_losses_that_differ_are_recorded_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU replays the launches of an earlier call with the same key and layouts."""
     recorded, keys = ops.recorded, list[Any]()

@@ -333,7 +333,7 @@ def test_a_gradient_of_entropies_is_not_lost(adapter: Any) -> None:
                 same(step(trainer, inputs), expected)
                 continue
             with pytest.raises(
-                RuntimeError, match=f"the loss of {cls.__name__} has a gradient by the entropies, which"
+                RuntimeError, match=f"the loss of {cls.__name__} has a gradient with respect to the entropies, which"
             ):
                 step(trainer, inputs)
 

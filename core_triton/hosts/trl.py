@@ -341,7 +341,7 @@ def _replace_functions() -> None:
 
 
 class Objective(NamedTuple):
-    """A loss whose gradient by the log-probabilities is that of the trainer's loss, up to a factor.
+    """A loss whose gradient with respect to the log-probabilities is that of the trainer's loss, up to a factor.
 
     Args:
         token_loss: of `linear_token_loss`.
@@ -413,8 +413,8 @@ class _EntropyWithoutGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         if gradients[0] is not None:
             raise RuntimeError(
-                f"the loss of {ctx.trainer} has a gradient by the entropies, which core_triton.hosts.trl does not "
-                "compute there. Undo the patch with core_triton.hosts.trl.unpatch to compute it"
+                f"the loss of {ctx.trainer} has a gradient with respect to the entropies, which core_triton.hosts.trl "
+                "does not compute there. Undo the patch with core_triton.hosts.trl.unpatch to compute it"
             )
         return None, None, None
 

@@ -98,7 +98,7 @@ def linear_cross_entropy(
     Args:
         hidden: (..., H) float16, bfloat16 or float32.
         weight: (V, H), hidden's dtype or float32. With dist_process_group, this rank's part of the classes.
-        labels: (...) integers, classes of the whole vocabulary. -100 gives 0, and another label that is no class NaN.
+        labels: (...) integers, classes of the whole vocabulary. -100 gives 0, others that are not classes NaN.
         temperature: the logits are divided by it. A number, as in verl.
         reduction: "none".
         dist_process_group: of the ranks that divide the classes. As in verl, the gradient of hidden is then a part that

@@ -49,7 +49,7 @@ def linear_softmax_cross_entropy_loss(
 
     Args:
         x: (B, H) float16, bfloat16 or float32.
-        labels: (B,) integers. A label that is no class gives NaN, and -100 gives 0.
+        labels: (B,) integers. A label that is not a class gives NaN, and -100 gives 0.
         w: (H, V) of x's dtype or float32.
         block_sizes: is not used. memory_budget limits the memory.
         dtype: of logits in levanter. Here they are float32, and results have that dtype.
