@@ -1914,6 +1914,12 @@ TRAINER = (
     Mutation("flax_models/hub/weights.py", "infinite = np.isinf(array)", "infinite = np.isnan(array)", OF_RANGE),
     Mutation("flax_models/hub/weights.py", 'if dtype == "float16":', "if False:", OF_RANGE),
     Mutation(
+        "flax_models/hub/weights.py",
+        'cast_into(array[place], block.T if part.transposed else block, f"{name} of {files.folder}")',
+        "array[place] = block.T if part.transposed else block",
+        OF_RANGE,
+    ),
+    Mutation(
         "flax_models/hub/adapter_folder.py",
         "cast_into(tensor, arrays[name], name)",
         "tensor[...] = arrays[name]",
