@@ -53,8 +53,9 @@ def export(
         The checkpoint's step.
 
     Raises:
-        RunError: the run has no such checkpoint or it cannot be read, `out` is not empty or cannot be written, or
-            `adapter` is True and the adapters do not contain everything that the run trained.
+        RunError: the run has no such checkpoint or it cannot be read, `out` is not empty or cannot be written, a value
+            is too large for `dtype`, or `adapter` is True and the adapters do not contain everything that the run
+            trained.
     """
     check_new_folder(out)  # before the checkpoint is read, which may take minutes
     trained = read_run(run, step=step, allow_older=allow_older)

@@ -14,6 +14,7 @@ from flax_models.data.dialogue import Dialogue, Document
 from flax_models.data.tokenizer import END, END_ID, cache_folder, encode, load_or_train
 from flax_models.errors import RunError
 from flax_models.train.baselines import BigramCounts, baselines, fit_mixture
+from flax_models.train.task_data import _describe_corpus
 
 
 def write_texts(folder: Path, count: int, lines: int = 20) -> None:
@@ -77,7 +78,7 @@ def test_one_long_file_is_not_held_out(tmp_path):
     assert "long.txt" in names(load_corpus([tmp_path / "a"]).train)
 
 
-def test_folder_skips_hidden_and_binary_files_and_counts_files_that_are_not_utf8(tmp_path):
+def test_folder_skips_hidden_files_and_counts_files_that_are_not_utf8_text(tmp_path):
     write_texts(tmp_path / "a", 3)
     (tmp_path / "a" / ".hidden").mkdir()
     (tmp_path / "a" / ".hidden" / "x.txt").write_text("no")
@@ -86,18 +87,21 @@ def test_folder_skips_hidden_and_binary_files_and_counts_files_that_are_not_utf8
     (tmp_path / "a" / "empty.txt").write_text("  \n")
     corpus = load_corpus([tmp_path / "a"])
     assert names(corpus.train) == {"text000.txt", "text001.txt", "text002.txt"}
-    assert corpus.skipped == 1
+    assert corpus.skipped == 2  # latin.txt and null.bin
+    assert "characters, 2 files skipped that are not UTF-8 text, sha256 " in _describe_corpus(corpus)
 
 
 def test_invalid_paths_raise(tmp_path):
     (tmp_path / "nothing").mkdir()
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
+    (tmp_path / "null.txt").write_text("a\0b")
     (tmp_path / "empty.txt").write_text("")
     for path, message in [
         (tmp_path / "absent", "no such file or folder: .*absent"),
         (tmp_path / "nothing", "no text found in .*nothing"),
         (tmp_path / "empty.txt", "no text found in .*empty.txt"),
         (tmp_path / "latin.txt", "latin.txt is not UTF-8 text"),
+        (tmp_path / "null.txt", "null.txt is not text: it has a null character"),
     ]:
         with pytest.raises(RunError, match=message):
             load_corpus([path])

@@ -302,6 +302,25 @@ def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
         save_adapter(model, tmp_path / "a")
 
 
+def test_adapters_too_large_for_a_dtype_raise(tmp_path):
+    base, adapter, name = tmp_path / "base", tmp_path / "adapter", r"layers\.1\.mlp\.up_proj\.lora_B\.weight"
+    write_folder(make("llama2"), base)
+    lora = LoraConfig(lora_rank=2, lora_targets=("up",))
+    model = with_adapters(base, lora)
+    b = dict(adapted_projections(model))["up"].lora_b
+    b.set_value(b[...].at[1, 0, 3].set(65519.0))
+    save_adapter(model, tmp_path / "largest", dtype="float16")
+    b.set_value(b[...].at[1, 0, 3].set(-7e4))
+    with pytest.raises(RunError, match=rf"float16 cannot hold the values of .*{name}, up to 7e\+04; use another dtype"):
+        save_adapter(model, adapter, dtype="float16")
+    assert not adapter.exists()
+    save_adapter(model, adapter)
+    half = load(base, param_dtype="float16")
+    adapt(half, lora, nnx.Rngs(0))
+    with pytest.raises(RunError, match=rf"float16 cannot hold the values of .*{name} of .*safetensors, up to 7e\+04"):
+        load_adapter(half, adapter)
+
+
 @pytest.mark.slow
 def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, capsys):
     """Runs the commands end to end: a folder, a run with bfloat16 computation, and both exports."""

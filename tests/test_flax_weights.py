@@ -231,11 +231,34 @@ def test_invalid_options_and_folders_that_are_not_empty_raise(saved, tmp_path):
 
 def test_values_too_large_for_float16_raise_before_anything_is_written(tmp_path):
     model = random_decoder(SMALL)
-    model.final_norm.scale.set_value(model.final_norm.scale[...].at[1].set(-7e4))
-    with pytest.raises(RunError, match=r"float16 cannot hold the values of final_norm\.scale, up to 7e\+04; "):
-        save(model, tmp_path / "out", dtype="float16")
-    assert not (tmp_path / "out").exists()
+    scale = model.final_norm.scale
+    # float16 rounds values below 65520 to at most 65504, its largest number.
+    for large, size in [(-7e4, r"7e\+04"), (65520.0, r"6\.55e\+04")]:
+        scale.set_value(scale[...].at[:2].set(jnp.array([jnp.nan, large])))
+        with pytest.raises(RunError, match=rf"float16 cannot hold the values of model\.norm\.weight, up to {size}; "):
+            save(model, tmp_path / "out", dtype="float16", max_shard_bytes=3000)
+        assert not (tmp_path / "out").exists()
     save(model, tmp_path / "out", dtype="bfloat16")
+    scale.set_value(scale[...].at[:3].set(jnp.array([jnp.nan, -65519.0, jnp.inf])))
+    save(model, tmp_path / "sixteen", dtype="float16")
+    written = load_file(tmp_path / "sixteen" / "model.safetensors")["model.norm.weight"]
+    np.testing.assert_array_equal(written[:3], np.array([np.nan, -65504, np.inf], np.float16))
+    scale.set_value(scale[...].at[:3].set(jnp.array([3.4e38, 0, 1])))
+    with pytest.raises(RunError, match=r"bfloat16 cannot hold the values of model\.norm\.weight, up to 3\.4e\+38; "):
+        save(model, tmp_path / "large", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_too_large_for_the_parameters_raise(dtype, tmp_path):
+    model, folder = random_decoder(SMALL), tmp_path / "model"
+    kernel = model.blocks.feed_forward.down.kernel
+    kernel.set_value(kernel[...].at[1, 2, 3].set(-1e5))
+    save(model, folder, dtype=dtype)
+    with pytest.raises(
+        RunError, match=rf"float16 cannot hold the values of {DOWN} of {folder}, up to (1|9\.98)e\+0[45]; use another"
+    ):
+        load(folder, param_dtype="float16")
+    load(folder, param_dtype="bfloat16")
 
 
 def test_loading_holds_at_most_one_stacked_parameter_beside_the_model(tmp_path):

@@ -34,7 +34,7 @@ class Corpus:
         held_out: used only for evaluation.
         sha256: hash of all names and texts.
         source: human-readable description.
-        skipped: number of files skipped because they are not UTF-8 text.
+        skipped: number of files skipped because they are not UTF-8 text or have a null character.
         notes: messages about the records.
     """
 
@@ -51,15 +51,16 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
 
     Args:
         paths: text files, files of records (.jsonl, or .json with a list), or folders. Folders are searched for text
-            files and .jsonl files; hidden files and folders, and files that are not UTF-8 text, are skipped. Without
-            paths, the corpus is the Python standard library.
+            files and .jsonl files; hidden files and folders, and files that are not UTF-8 text or have a null
+            character, are skipped. Without paths, the corpus is the Python standard library.
 
     Returns:
         The corpus, of texts or of dialogues.
 
     Raises:
-        RunError: a path does not exist or cannot be read, a file named in `paths` is not UTF-8 text, a record is
-            invalid, there are both texts and dialogues, no text is found, or there is only one dialogue.
+        RunError: a path does not exist or cannot be read, a file named in `paths` is not UTF-8 text or has a null
+            character, a record is invalid, there are both texts and dialogues, no text is found, or there is only one
+            dialogue.
 
     Example:
         >>> corpus = load_corpus()
@@ -90,6 +91,7 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
         elif "\0" in text:  # a binary file
             if required:
                 raise RunError(f"--data: {path} is not text: it has a null character")
+            skipped += 1
         elif text.strip():
             documents.append(Document(name, text))
     source = ", ".join(map(str, paths)) if paths else "Python standard library"

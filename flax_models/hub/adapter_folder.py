@@ -29,6 +29,7 @@ from flax_models.hub.config import is_number, read_object
 from flax_models.hub.weights import (
     FLOATS,
     TensorPart,
+    cast_into,
     check_new_folder,
     file_parts,
     truncation,
@@ -86,7 +87,7 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
         dtype: float32, bfloat16 or float16, the dtype of the written tensors; None: the dtype of the adapters.
 
     Raises:
-        RunError: the folder is not empty or cannot be written.
+        RunError: the folder is not empty or cannot be written, or a value is too large for `dtype`.
         ValueError: the model has no adapters, or an option is out of range.
 
     Example:
@@ -101,19 +102,20 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")
     check_new_folder(folder)
-    tensors: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for name, parts in _modules(model).items():
         pair = _pair(model, parts)
         ranks[name.rsplit(".", 1)[-1]] = pair.a.shape[1]
         for layer in range(model.config.num_layers):
             place = PREFIX + name.format(layer)
-            tensors[f"{place}.lora_A.weight"] = pair.a[layer]
-            tensors[f"{place}.lora_B.weight"] = pair.b[layer]
+            arrays[f"{place}.lora_A.weight"] = pair.a[layer]
+            arrays[f"{place}.lora_B.weight"] = pair.b[layer]
             if pair.magnitude is not None:
-                tensors[f"{place}.lora_magnitude_vector"] = pair.magnitude[layer]
-    numpy_dtype = np.dtype(jnp.dtype(dtype))
-    tensors = {name: np.ascontiguousarray(tensor, dtype=numpy_dtype) for name, tensor in tensors.items()}
+                arrays[f"{place}.lora_magnitude_vector"] = pair.magnitude[layer]
+    tensors = {name: np.empty(array.shape, jnp.dtype(dtype)) for name, array in arrays.items()}
+    for name, tensor in tensors.items():
+        cast_into(tensor, arrays[name], name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(tensors, folder / TENSORS)
@@ -186,10 +188,11 @@ def load_adapter(model: Decoder, folder: Path) -> None:
 
     Raises:
         RunError: the folder cannot be read, the model family fuses projections, or a tensor is missing, unexpected, of
-            another shape, or holds NaN or inf. The message names the first such tensor.
+            another shape, holds NaN or inf, or has a value that is too large for the adapters' dtype. The message names
+            the first such tensor.
     """
     for parameter, value in _values(model, folder):
-        parameter.set_value(jax.device_put(value.astype(parameter.dtype), parameter[...].sharding))
+        parameter.set_value(jax.device_put(value, parameter[...].sharding))
 
 
 def _values(model: Decoder, folder: Path) -> Iterator[tuple[nnx.Param[jax.Array], np.ndarray]]:
@@ -222,10 +225,10 @@ def _values(model: Decoder, folder: Path) -> Iterator[tuple[nnx.Param[jax.Array]
 def _stacked(
     tensors: dict[str, np.ndarray], places: list[str], name: str, like: nnx.Param[jax.Array], path: Path
 ) -> np.ndarray:
-    """Removes the tensors of every layer from `tensors` and returns them stacked."""
-    layers = []
-    for place in places:
-        key, shape = f"{place}.{name}", like.shape[1:][::-1]
+    """Removes the tensors of every layer from `tensors` and returns them stacked, in the dtype of `like`."""
+    stacked, shape = np.empty(like.shape, like.dtype), like.shape[1:][::-1]
+    for layer, place in zip(stacked, places, strict=True):
+        key = f"{place}.{name}"
         if key not in tensors:
             raise RunError(f"{path}: {key} is missing")
         tensor = tensors.pop(key)
@@ -233,8 +236,8 @@ def _stacked(
             raise RunError(f"{path}: {key} must have shape {shape}, got {tensor.shape}")
         if not np.isfinite(_host(tensor)).all():
             raise RunError(f"{path}: {key} holds NaN or inf")
-        layers.append(tensor.T)
-    return np.stack(layers)
+        cast_into(layer, tensor.T, f"{key} of {path}")
+    return stacked
 
 
 def _modules(model: Decoder) -> dict[str, list[TensorPart]]:

@@ -180,8 +180,8 @@ def load(
 
     Raises:
         RunError: the folder cannot be read, config.json asks for something that the decoder does not support, or
-            tensors are missing, unexpected, of another shape, or hold NaN or inf. The message names the file or the
-            tensor.
+            tensors are missing, unexpected, of another shape, hold NaN or inf, or have a value that is too large for
+            param_dtype. The message names the file or the tensor.
         ValueError: `changes` has another field or an invalid value.
 
     Example:
@@ -335,8 +335,9 @@ def _read_part(
     array = np.empty((len(layers), *map(len, inside)), dtype)
     rows, *columns = inside[::-1] if part.transposed else inside
     for place, i in enumerate(layers):
-        block = files.block(part.name.format(i), part.first_row + rows.start, part.first_row + rows.stop, *columns)
-        array[place] = block.T if part.transposed else block
+        name = part.name.format(i)
+        block = files.block(name, part.first_row + rows.start, part.first_row + rows.stop, *columns)
+        cast_into(array[place], block.T if part.transposed else block, f"{name} of {files.folder}")
     return array if part.stacked else array[0]
 
 
@@ -362,15 +363,15 @@ def save(
 
     Raises:
         RunError: the folder is not empty or cannot be written, the family's config.json cannot express the model, or a
-            value is too large for float16.
+            value is too large for `dtype`, which for float16 is checked before anything is written.
         ValueError: an option is out of range, or the model has adapters.
 
     Example:
         >>> save(model, Path("out"), dtype="bfloat16", like=Path("Llama-3.2-1B"))  # doctest: +SKIP
     """
     config, folder = model.config, Path(folder)
-    found = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    if unexpected := sorted(found - {part.path for part in file_parts(config)}):
+    arrays = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    if unexpected := sorted(set(arrays) - {part.path for part in file_parts(config)}):
         raise ValueError(
             f"model must not have adapters (flax_models.model.lora.merge removes them), "
             f"got {'.'.join(map(str, unexpected[0]))}"
@@ -384,11 +385,13 @@ def save(
         raise ValueError(f"fields must not change the computation, got {', '.join(unexpected)}")
     values = {**_neutral_values(like), **(fields or {}), **values_of(config), "torch_dtype": dtype}
     check_new_folder(folder)
-    if dtype == "float16":
-        _check_float16(model)
+    tensors, numpy_dtype = _tensors(config), np.dtype(jnp.dtype(dtype))
+    if dtype == "float16":  # its range is small: values that do not fit raise before the first shard is written
+        for name, parts in tensors.items():
+            _tensor(name, parts, arrays, numpy_dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_tensors(model, folder, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
+        _write_tensors(tensors, arrays, folder, numpy_dtype, max_shard_bytes)
         if like is not None:
             copy_companions(like, folder)
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -400,15 +403,6 @@ def check_new_folder(folder: Path) -> None:
     """Raises RunError unless a folder does not exist or is empty, so that a model can be saved to it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} already exists and is not an empty folder; choose another")
-
-
-def _check_float16(model: Decoder) -> None:
-    """Raises RunError, which names the parameter, if one has a value that would be inf in float16."""
-    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        largest = max(float(jnp.max(leaf[...], initial=0)), -float(jnp.min(leaf[...], initial=0)))
-        if largest > float(jnp.finfo(jnp.float16).max):
-            name = ".".join(map(str, path))
-            raise RunError(f"dtype float16 cannot hold the values of {name}, up to {largest:.3g}; use another dtype")
 
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:
@@ -424,9 +418,13 @@ def copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _write_tensors(model: Decoder, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
-    arrays = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    tensors = _tensors(model.config)
+def _write_tensors(
+    tensors: dict[str, list[tuple[TensorPart, int]]],
+    arrays: dict[Any, Any],
+    folder: Path,
+    dtype: np.dtype,
+    max_shard_bytes: int,
+) -> None:
     sizes = {name: math.prod(_shape(parts)) * dtype.itemsize for name, parts in tensors.items()}
     shards: list[list[str]] = [[]]
     size = 0
@@ -439,7 +437,7 @@ def _write_tensors(model: Decoder, folder: Path, dtype: np.dtype, max_shard_byte
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
-        shard = {name: _tensor(tensors[name], arrays, dtype) for name in names}
+        shard = {name: _tensor(name, tensors[name], arrays, dtype) for name in names}
         write_tensors(shard, folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -457,11 +455,24 @@ def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     path.chmod(mode)
 
 
-def _tensor(parts: list[tuple[TensorPart, int]], arrays: dict[Any, Any], dtype: np.dtype) -> np.ndarray:
+def _tensor(name: str, parts: list[tuple[TensorPart, int]], arrays: dict[Any, Any], dtype: np.dtype) -> np.ndarray:
     """Returns one tensor in the layout of the files; contiguous, because safetensors ignores strides."""
-    pieces = []
+    tensor = np.empty(_shape(parts), dtype)
     for part, layer in parts:
         array = arrays[part.path][...]
         piece = np.asarray(array[layer] if part.stacked else array)
-        pieces.append(piece.T if part.transposed else piece)
-    return np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), dtype=dtype)
+        rows = tensor[part.first_row : part.first_row + part.shape[0]]
+        cast_into(rows, piece.T if part.transposed else piece, name)
+    return tensor
+
+
+def cast_into(array: np.ndarray, values: np.ndarray, name: str) -> None:
+    """Sets an array to values of any dtype; raises RunError, which names them, if a finite value becomes infinite."""
+    with np.errstate(over="ignore"):  # NumPy's warning names no tensor, and bfloat16 has none
+        array[...] = values
+    if np.can_cast(values.dtype, array.dtype):
+        return
+    infinite = np.isinf(array)
+    if infinite.any() and (lost := infinite & np.isfinite(values)).any():
+        largest = float(np.abs(values[lost]).max())
+        raise RunError(f"dtype {array.dtype} cannot hold the values of {name}, up to {largest:.3g}; use another dtype")

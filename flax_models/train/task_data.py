@@ -88,7 +88,7 @@ def read_text(config: RunConfig, resumed: Path | None, display: Display) -> Text
 
 def _describe_corpus(corpus: Corpus) -> str:
     size = sum(len(document.text) for document in (*corpus.train, *corpus.held_out))
-    skipped = f", {corpus.skipped} files skipped that are not UTF-8" if corpus.skipped else ""
+    skipped = f", {corpus.skipped:,} files skipped that are not UTF-8 text" if corpus.skipped else ""
     notes = "".join(f", {note}" for note in corpus.notes)
     what = "dialogues" if isinstance(corpus.train[0], Dialogue) else "texts"
     return (
