@@ -180,20 +180,20 @@ def linear_cross_entropy(
             adds up the gradients of all uses of an array, so two calls would count it twice, and no use gives zeros. A
             call that is not differentiated adds nothing.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
-            input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
-            and two for d_input, so five instead of three, and seven where the logits are computed twice (reduction
-            "none", log-probabilities, token losses of the entropy, and sizes for which the kernels store no
-            exponentials: `explain` names the matmuls). A weight is off by at most 2**-17 of its value, in place of
-            2**-8, the error of rounding to the 8 bits of bfloat16. d_weight is float32 in both cases.
-        batch_invariant: whether the loss, lse and d_input of a token must not depend on the other tokens of the call,
-            bit for bit, in place of up to rounding: not on their number, their order, their values or their logits'
-            range, nor on memory_budget. The order of sums is then fixed, which takes longer where d_input has few tiles
-            (`explain` tells). With "mean" it holds for the same denominator: pass a normalizer. d_weight is a sum over
-            tokens. It needs the kernels, a bfloat16 input and linear_weight, label_smoothing 0 and saved_budget 0; no
-            gradient of the entropy (a gradient of entropy or lse of `linear_log_probs`, or a token loss that takes the
-            entropy); for the gradient of input "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and
-            "pallas_triton" V a multiple of 64 without padding. Results of another GPU, of another version or of another
-            engine's head may differ in their last bits.
+            input, splits it into the sum of two bfloat16 matrices, which hold 16 bits of each weight. The logits and
+            d_input take two matmuls each, so a call takes five instead of three, or seven if the logits are computed
+            twice (reduction "none", log-probabilities, token losses of the entropy, and sizes for which the kernels
+            store no exponentials: `explain` names the matmuls). The relative error of a weight is at most 2**-17, in
+            place of 2**-8. d_weight is float32 in both cases.
+        batch_invariant: whether the loss, lse and d_input of a token must be bit-for-bit independent of the other
+            tokens of the call (their number, order, values and range of logits) and of memory_budget. The order of sums
+            is then fixed, which takes longer if d_input has few tiles (`explain` shows this). With "mean" it holds for
+            the same denominator: pass a normalizer. d_weight is a sum over tokens. It needs the kernels, a bfloat16
+            input and linear_weight, label_smoothing 0 and saved_budget 0; no gradient of the entropy (a gradient of
+            entropy or lse of `linear_log_probs`, or a token loss that takes the entropy); for the gradient of input
+            "mosaic". "mosaic" needs a hidden size that is a multiple of 64, and "pallas_triton" V a multiple of 64
+            without padding. Results of another GPU, of another version or of another engine's head may differ in their
+            last bits.
         token_axis_names: mesh axes of a `jax.shard_map` around the call, over which the devices have different tokens.
             "mean" divides by the number of counted tokens (or the sum of their class weights) of all these devices, and
             normalizer is the denominator of all. "mean" and "sum" return the loss of the tokens of all devices, the
@@ -361,8 +361,8 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
-        grad_into: linear_weight's shape, float32. Its gradient is grad_into + the gradient of linear_weight, as
-            for `linear_cross_entropy` with reduction "none".
+        grad_into: linear_weight's shape, float32. Its gradient is grad_into + the gradient of linear_weight, as for
+            `linear_cross_entropy` with reduction "none".
         saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if entropy
             and lse get no gradient. Otherwise they are not used, and the call takes one matmul more than with 0. It
             must be 0 with grad_into and with head_precision "float32".
@@ -689,8 +689,8 @@ def explain(
             chunks may have fewer rows than the plan has, and the smallest memory_budget may be larger.
         label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation: as given to the call.
         grad_into, head_precision, batch_invariant: as given to the call.
-        with_entropy: whether the call is one of `linear_token_loss` whose token_loss takes the entropy, or a gradient
-            of the entropy of `linear_log_probs`.
+        with_entropy: whether the call is `linear_token_loss` with a token_loss that takes the entropy, or
+            `linear_log_probs` with a gradient of the entropy.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
         vocab_axis_name: as given to the call. linear_weight and grad_into are the shards of one device, of which all

@@ -1901,8 +1901,14 @@ OF_SKIPPED = tests("flax_data", "skips_hidden")
 TRAINER = (
     Mutation(
         "flax_models/train/optimizers.py",
-        "optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))",
+        "optax.tree.norm(optax.tree.cast(gradients, jnp.float32))",
         "optax.tree.norm(gradients)",
+        tests("flax_optimizers", "16_bit"),
+    ),
+    Mutation(
+        "flax_models/train/optimizers.py",
+        "inner.update(optax.tree.cast(updates, jnp.float32),",
+        "inner.update(updates,",
         tests("flax_optimizers", "16_bit"),
     ),
     Mutation(

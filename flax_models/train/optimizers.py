@@ -105,19 +105,16 @@ def gradient_norm(gradients: optax.Updates) -> jax.Array:
     `optax.tree.norm` adds up in the dtype of the arrays: in float16 a norm above 255 is inf, and a sum in bfloat16
     stops growing.
     """
-    return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))
+    return optax.tree.norm(optax.tree.cast(gradients, jnp.float32))
 
 
 def _clip(most: float) -> optax.GradientTransformation:
-    """Returns `optax.clip_by_global_norm`, with the norm of `gradient_norm`."""
+    """Returns `optax.clip_by_global_norm`, computed in float32."""
+    inner = optax.clip_by_global_norm(most)
 
     def clip(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-        norm = gradient_norm(updates)
-
-        def clipped(leaf: jax.Array) -> jax.Array:
-            return jnp.where(norm < most, leaf, (leaf.astype(jnp.float32) / norm * most).astype(leaf.dtype))
-
-        return jax.tree.map(clipped, updates)
+        clipped, _ = inner.update(optax.tree.cast(updates, jnp.float32), optax.EmptyState(), params)
+        return optax.tree.cast_like(clipped, updates)
 
     return optax.stateless(clip)
 
