@@ -407,7 +407,12 @@ def test_the_estimate_of_a_choice_takes_other_coefficients() -> None:
 
 
 # Calls whose choice was more than 2% slower than the best row of the sweep.
-SLOWER = {("h100", "falcon-7b", "tight"), ("h100", "gemma-2b", "tight"), ("h100", "minicpm-2b", "tight")}
+SLOWER = {
+    ("h200", "long", "tight"),
+    ("h100", "falcon-7b", "tight"),
+    ("h100", "gemma-2b", "tight"),
+    ("h100", "minicpm-2b", "tight"),
+}
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
@@ -439,5 +444,5 @@ def test_the_choices_of_the_plan_are_as_fast_as_the_best_rows_of_the_sweep(gpu: 
         assert chosen is not None
         if chosen > 1.02 * min(row["ratio"] for row in others):
             slower.add(call)
-    assert len(calls) >= {"h200": 167, "h100": 264}[gpu]
+    assert len(calls) >= {"h200": 249, "h100": 264}[gpu]
     assert slower == {call for call in SLOWER if call[0] == gpu}
