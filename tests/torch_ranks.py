@@ -716,10 +716,13 @@ def by_ranks(arguments: list[str]) -> list[tuple[int, list[str]]]:
 def main() -> None:
     first, implementation, *others = sys.argv[1:]
     requests = [other for other in others if not other.isdecimal()]
+    # Gloo prints its lines in parts, which end up before a result on the same line. So all else goes to stderr.
+    write = partial(print, file=os.fdopen(os.dup(sys.stdout.fileno()), "w"), flush=True)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with tempfile.TemporaryDirectory() as folder:
         if KILLED in requests:
             others.remove(KILLED)
-            print(json.dumps({"name": KILLED, "failure": failure_of_killed(folder)}), flush=True)
+            write(json.dumps({"name": KILLED, "failure": failure_of_killed(folder)}))
         # Forked, so that the processes share what this one has imported and computed.
         if not {"check:compile", "check:dtensor_compiled"}.isdisjoint(requests):
             import_compiler()
@@ -727,7 +730,7 @@ def main() -> None:
         gc.disable()  # the processes end before cycles take much memory
         failed = []
         for number, (ranks, of_ranks) in enumerate(by_ranks([first, *others])):
-            arguments = ranks, implementation, of_ranks, f"{folder}/store{number}", partial(print, flush=True)
+            arguments = ranks, implementation, of_ranks, f"{folder}/store{number}", write
             processes = [get_context("fork").Process(target=worker, args=(rank, *arguments)) for rank in range(ranks)]
             for process in processes:
                 process.start()
