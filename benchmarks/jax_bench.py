@@ -3,7 +3,8 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -48,20 +49,51 @@ class Programs:
 
     def __init__(self) -> None:
         self._compiled: dict[Program, Compiled] = {}
-        self._ahead: dict[Program, bytes] = {}
+        self._ahead: dict[Program, Future[bytes | None]] = {}
+        self._thread = ThreadPoolExecutor(1)  # compiles one batch after the other
+        self._stopped = False
 
-    def compile_ahead(self, programs: Sequence[Program], jobs: int, platform: str) -> None:
-        """Compiles those programs that are not compiled yet in `jobs` processes, and prints a line about each."""
-        once, start = list(dict.fromkeys(programs)), time.monotonic()
+    def compile_ahead(self, programs: Sequence[Program], jobs: int, platform: str, *, beside: bool = False) -> None:
+        """Compiles those programs that are not compiled yet in `jobs` processes, and prints a line about each.
+
+        Args:
+            programs: of a batch.
+            jobs: processes.
+            platform: of JAX: cuda or cpu.
+            beside: return at once. `of` waits for its program.
+        """
+        once = list(dict.fromkeys(programs))
         once = [program for program in once if program not in self._compiled and program not in self._ahead]
         if not once:
             return
-        print(f"compiling {len(once)} programs in {jobs} processes", flush=True)
-        for program, ahead in zip(once, compile_in_processes(once, jobs, platform), strict=True):
-            print(f"    {ahead.line}", flush=True)
-            if ahead.data is not None:
-                self._ahead[program] = ahead.data
-        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+        batch = {program: Future[bytes | None]() for program in once}
+        self._ahead |= batch
+        done = self._thread.submit(self._compile, batch, jobs, platform)
+        if not beside:
+            done.result()
+
+    def _compile(self, batch: Mapping[Program, Future[bytes | None]], jobs: int, platform: str) -> None:
+        start = time.monotonic()
+        try:
+            if not self._stopped:
+                print(f"compiling {len(batch)} programs in {jobs} processes", flush=True)
+                for future, ahead in zip(batch.values(), compile_in_processes([*batch], jobs, platform), strict=True):
+                    print(f"    {ahead.line}", flush=True)
+                    future.set_result(ahead.data)
+                    if self._stopped:
+                        return
+                print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+        except Exception as error:
+            print(f"not compiled, so each is compiled when its row comes: {describe(error)}", flush=True)
+            raise
+        finally:  # `of` must not wait for a program that does not come
+            for future in batch.values():
+                if not future.done():
+                    future.set_result(None)
+
+    def stop(self) -> None:
+        """Ends the compilation: programs that no process has begun are not compiled."""
+        self._stopped = True
 
     def of(self, program: Program, method: Method, arguments: tuple[Any, ...]) -> Compiled:
         """Returns the compiled program of a method: the one of an earlier row, one that was compiled ahead, or a new
@@ -69,7 +101,8 @@ class Programs:
         if program in self._compiled:
             figures = {"lower_s": None, "compile_s": None, "compile_note": "compiled before"}
             return self._compiled[program]._replace(figures=figures)
-        data, compiled = self._ahead.pop(program, None), None
+        ahead, compiled = self._ahead.pop(program, None), None
+        data = None if ahead is None else ahead.result()
         if data is not None:
             try:
                 compiled = load(data, method, program.mode)
@@ -106,8 +139,11 @@ class JaxBench:
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
         return JaxProblem(shape, dtype, targets, self._programs, self.time_pairs)
 
-    def compile_ahead(self, programs: Sequence[Program], jobs: int) -> None:
-        self._programs.compile_ahead(programs, jobs, "cuda" if self.gpu else "cpu")
+    def compile_ahead(self, programs: Sequence[Program], jobs: int, *, beside: bool = False) -> None:
+        self._programs.compile_ahead(programs, jobs, "cuda" if self.gpu else "cpu", beside=beside)
+
+    def stop_compiling(self) -> None:
+        self._programs.stop()
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         return host_pairs(calls, jax.block_until_ready, timing, sensor, BLOCK_SECONDS if self.gpu else 0.0)

@@ -148,19 +148,27 @@ class CompileAhead:
         bench: the framework's side.
         jobs: processes; 0: nothing is compiled ahead.
         programs: of each item of the plan, in the order of measurement.
+        beside: rows are measured meanwhile: of each batch from its first program on, while the next one is compiled.
     """
 
-    def __init__(self, bench: Bench, jobs: int, programs: Iterable[Iterable[Program]]) -> None:
-        self._bench, self._jobs = bench, jobs
+    def __init__(self, bench: Bench, jobs: int, programs: Iterable[Iterable[Program]], *, beside: bool = False) -> None:
+        self._bench, self._jobs, self._beside = bench, jobs, beside
         self._waiting = deque((index, list(of_item)) for index, of_item in enumerate(programs))
+        self._newest = -1  # the first item of the newest batch
 
     def before(self, item: int) -> None:
         """Compiles the programs of the item that is measured next, with those of later ones, unless it was done."""
+        self._compile(item)
+        if self._beside and self._newest <= item and self._waiting:
+            self._compile(self._waiting[0][0])
+
+    def _compile(self, item: int) -> None:
         batch: list[Program] = []
         while self._waiting and (self._waiting[0][0] <= item or 0 < len(batch) < BATCH * self._jobs):
             batch += self._waiting.popleft()[1]
         if batch and self._jobs:
-            self._bench.compile_ahead(batch, self._jobs)
+            self._newest = item
+            self._bench.compile_ahead(batch, self._jobs, beside=self._beside)
 
 
 def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace) -> dict[str, Any]:

@@ -170,8 +170,15 @@ class Bench(Protocol):
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem: ...
 
-    def compile_ahead(self, programs: Sequence[Program], jobs: int) -> None:
-        """Compiles programs of methods that are `ahead`, in `jobs` processes. Problems then load them."""
+    def compile_ahead(self, programs: Sequence[Program], jobs: int, *, beside: bool = False) -> None:
+        """Compiles programs of methods that are `ahead`, in `jobs` processes. Problems then load them.
+
+        With `beside` it returns at once, and a problem waits for a program that it needs.
+        """
+        ...
+
+    def stop_compiling(self) -> None:
+        """Ends what `compile_ahead` began: programs that no process has started with are not compiled."""
         ...
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:

@@ -28,6 +28,7 @@ SWEPT = {
     if mode.d_input and mode.d_weight and mode.reduction == "mean" and not mode.ignored
 }
 # The files of linear_ce in `code_hash`. Rows are measured at given row counts, whatever the estimate chooses.
+BESIDE = "measured while other programs were compiled"  # the note of a row
 CHOICES = tuple(name for name in results.CHOICES if name != "chunk_cost.py")
 
 
@@ -44,8 +45,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=Timing().min_pairs, help="at least (default %(default)s)")
     parser.add_argument("--warmup", type=float, default=linear_ce.GRID_WARMUP, help="seconds (default %(default)s)")
     linear_ce.add_run_options(parser)
+    parser.add_argument("--beside", action="store_true", help="measure rows while --compile-jobs compiles later ones")
     options = parser.parse_args(arguments)
     linear_ce.check_run_options(parser, options)
+    if options.beside and not options.compile_jobs:
+        parser.error("--beside needs --compile-jobs")
     if options.most < 2:
         parser.error(f"--most must be at least 2, for the plan's choice and the fewest chunks, got {options.most}")
     # What `linear_ce.measure` reads. The forward pass is not timed alone.
@@ -203,6 +207,8 @@ def sweep(
                 raise AssertionError(f"the plan must have {choice.division}, not {Division.of_plan(make())}")
             row |= linear_ce.measure_safely(bench, problem, own, mode, options)
         row.pop("later", None)
+        if options.beside and row["status"] == "ok":
+            row["note"] = BESIDE
         file.add(row)
         print(results.line({**row, "method": f"{choice.division} x {choice.chunks}"}), flush=True)
         failed += row["status"] == "failed"
@@ -238,19 +244,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     order = {shape: index for index, (shape, _, _) in reversed([*enumerate(items)])}
     items.sort(key=lambda item: order[item[0]])
     programs = [programs_of(item, method, options, file) for item in items] if options.compile_jobs else []
-    ahead = linear_ce.CompileAhead(bench, options.compile_jobs, programs)
+    ahead = linear_ce.CompileAhead(bench, options.compile_jobs, programs, beside=options.beside)
     problem, made_for = None, None
-    for index, item in enumerate(items):
-        if time.monotonic() > deadline:
-            unopened += 1
-            continue
-        ahead.before(index)
-        if made_for != item[0]:
-            problem = None  # the old arrays go before the new ones come
-            bench.release()
-            problem, made_for = bench.problem(item[0], options.dtype, item[2]), item[0]
-        more_failed, more_left = sweep(bench, method, item, options, file, problem, deadline)
-        failed, left = failed + more_failed, left + more_left
+    try:
+        for index, item in enumerate(items):
+            if time.monotonic() > deadline:
+                unopened += 1
+                continue
+            ahead.before(index)
+            if made_for != item[0]:
+                problem = None  # the old arrays go before the new ones come
+                bench.release()
+                problem, made_for = bench.problem(item[0], options.dtype, item[2]), item[0]
+            more_failed, more_left = sweep(bench, method, item, options, file, problem, deadline)
+            failed, left = failed + more_failed, left + more_left
+    finally:
+        bench.stop_compiling()
     if left or unopened:
         print(
             f"\n{left} rows of the last shapes and {unopened} shapes and modes were not started before "

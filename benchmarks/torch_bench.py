@@ -86,8 +86,11 @@ class TorchBench:
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
         return TorchProblem(shape, dtype, targets, self._device, self.time_pairs)
 
-    def compile_ahead(self, programs: Sequence[Program], jobs: int) -> None:
+    def compile_ahead(self, programs: Sequence[Program], jobs: int, *, beside: bool = False) -> None:
         raise UnavailableError("--compile-jobs is for JAX: one compiled kernel of PyTorch serves many shapes")
+
+    def stop_compiling(self) -> None:
+        pass
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         if not self.gpu:

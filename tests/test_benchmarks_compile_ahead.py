@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import serialize_executable
 
-from benchmarks import jax_bench, jax_methods, jax_programs, linear_ce
+from benchmarks import jax_bench, jax_methods, jax_programs, linear_ce, sweep
 from benchmarks.jax_programs import Ahead, compile_in_processes, load
 from benchmarks.methods import Program
 from benchmarks.shapes import MODES, SHAPES, Shape
@@ -103,9 +104,11 @@ def test_a_program_that_cannot_be_loaded_is_compiled_again(
 def test_programs_are_compiled_in_batches() -> None:
     """A run that ends early has compiled few programs that it does not measure."""
     compiled: list[list[str]] = []
-    bench: Any = SimpleNamespace(
-        compile_ahead=lambda programs, jobs: compiled.append([program.shape.name for program in programs])
-    )
+
+    def compile_ahead(programs: Sequence[Program], jobs: int, *, beside: bool) -> None:
+        compiled.append([program.shape.name for program in programs])
+
+    bench: Any = SimpleNamespace(compile_ahead=compile_ahead)
     items = [
         [Program(Shape(f"{item}.{index}", 1, 1, 1), "bfloat16", "mosaic", MODES["train"]) for index in range(count)]
         for item, count in enumerate((1, 0, 2, 3, 3, 1))
@@ -122,6 +125,58 @@ def test_programs_are_compiled_in_batches() -> None:
     compiled.clear()
     linear_ce.CompileAhead(bench, 0, items).before(0)
     assert compiled == []
+    ahead = linear_ce.CompileAhead(bench, 1, items * 2, beside=True)
+    for item, batches in ((0, 2), (3, 2), (4, 3), (5, 3)):  # the next batch is always begun
+        ahead.before(item)
+        assert len(compiled) == batches
+
+
+def test_rows_are_measured_while_programs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, mode, method = SHAPES["smoke"], MODES["train"], jax_methods.METHODS["chunked"]
+    later, batch = (
+        [Program(replace(shape, name=name), "float32", "chunked", mode) for name in names]
+        for names in (("later",), ("first", "second", "third"))
+    )
+    measured, begun = threading.Event(), list[str]()
+
+    def compile_slowly(programs: Sequence[Program], jobs: int, platform: str) -> Iterator[Ahead]:
+        for program in programs:
+            begun.append(program.shape.name)
+            if program.shape.name == "second":
+                assert measured.wait(10)
+            yield Ahead(f"{program.shape.name}: 1.0 s", program.shape.name.encode())
+
+    def loaded(data: bytes, method: Any, mode: Any) -> Any:
+        return data.decode()
+
+    monkeypatch.setattr(jax_bench, "compile_in_processes", compile_slowly)
+    monkeypatch.setattr(jax_bench, "load", loaded)
+    programs = jax_bench.Programs()
+    programs.compile_ahead(batch, 1, "cpu", beside=True)
+    programs.compile_ahead(later, 1, "cpu", beside=True)
+    assert programs.of(batch[0], method, ()) == "first"  # the second is not compiled yet
+    programs.stop()
+    measured.set()
+    monkeypatch.setattr(jax_bench, "compile_call", lambda method, mode, arguments: "here")
+    assert [programs.of(program, method, ()) for program in (*batch[1:], *later)] == ["second", "here", "here"]
+    assert begun == ["first", "second"]
+
+
+def test_a_failed_batch_is_compiled_row_by_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(programs: Sequence[Program], jobs: int, platform: str) -> Iterator[Ahead]:
+        raise OSError("no memory for processes")
+
+    monkeypatch.setattr(jax_bench, "compile_in_processes", fails)
+    monkeypatch.setattr(jax_bench, "compile_call", lambda method, mode, arguments: "here")
+    program = Program(SHAPES["smoke"], "float32", "chunked", MODES["train"])
+    programs = jax_bench.Programs()
+    programs.compile_ahead([program], 1, "cpu", beside=True)
+    assert programs.of(program, jax_methods.METHODS["chunked"], ()) == "here"
+    assert "each is compiled when its row comes: OSError: no memory for processes" in capsys.readouterr().out
+    with pytest.raises(OSError, match="no memory"):
+        jax_bench.Programs().compile_ahead([program], 1, "cpu")
 
 
 def test_wrong_uses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,3 +186,6 @@ def test_wrong_uses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         linear_ce.main(["--framework", "jax", *SMOKE, "--compile-jobs", "-1"])
     assert "--compile-jobs must not be negative, got -1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep.main(["--framework", "jax", "--device", "cpu", "--shapes", "smoke", "--beside"])
+    assert "--beside needs --compile-jobs" in capsys.readouterr().err

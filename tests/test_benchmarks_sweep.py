@@ -98,7 +98,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         name = sweep.METHODS[framework]
         method = Method(name, "ours", lambda mode: print, takes_budget=True)
         parts = {"methods": {name: method}, "versions": lambda: {framework: "1"}, "release": lambda: None}
-        parts["compile_ahead"] = lambda programs, jobs: ahead.extend(programs)
+        parts["compile_ahead"] = lambda programs, jobs, beside: ahead.extend(programs)
+        parts["stop_compiling"] = lambda: None
         return SimpleNamespace(framework=framework, device="NVIDIA H200", problem=problem, **parts)
 
     def measure(bench: Any, problem: Any, method: Method, mode: Any, options: Any) -> dict[str, Any]:
