@@ -5,11 +5,11 @@ For each GPU and framework the command prints the line for `cost_coefficients.CO
 from the times, and, for each shape and budget, how much slower the choice of the estimate is than the best row that was
 measured. No GPU is needed.
 
-The clock of a GPU changes between rows, so the time of a row is its ratio to the floor, times the median floor of its
-shape and budget. Within a shape and budget the estimate must order the rows, while the matmuls of a whole shape may be
-faster or slower than those of another, because the power limit lowers the clock. So differences within a shape and
-budget count in units of `WITHIN`, and the mean of a shape and budget in units of `BETWEEN`. Coefficients that the rows
-do not determine stay near the present ones (`PRIOR`).
+The clock of a GPU changes between rows, so the time of a row is its ratio to the floor (the bare matmuls, or the choice
+of the plan), times the median floor of its shape and budget. Within a shape and budget the estimate must order the
+rows, while the matmuls of a whole shape may be faster or slower than those of another, because the power limit lowers
+the clock. So differences within a shape and budget count in units of `WITHIN`, and the mean of a shape and budget in
+units of `BETWEEN`. Coefficients that the rows do not determine stay near the present ones (`PRIOR`).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from scipy.optimize import least_squares
 
 from benchmarks import results
 from benchmarks.chunk_rows import Choice, Division, considered, fewest_rows, first_chunk
-from benchmarks.sweep import METHODS, SWEPT, arrays, budget_of, explain, of_d_input
+from benchmarks.sweep import METHODS, PLAN, SWEPT, arrays, budget_of, explain, of_d_input, with_plans
 from linear_ce import chunk_cost
 from linear_ce.cost_coefficients import COEFFICIENTS, CostCoefficients
 from linear_ce.gpus import known_gpu
@@ -103,9 +103,9 @@ def samples(paths: Sequence[Path], *, fewest: bool) -> dict[tuple[str, str], lis
     for path in paths:
         content, unknown = contents(path), 0
         gpu = known_gpu(content["device"], 90)
-        for row in content["rows"]:
+        for row in with_plans(content["rows"]):
             framework = next((name for name, method in METHODS.items() if row.get("method") == method), None)
-            if framework is None or row["mode"] not in SWEPT or row.get("floor") is not None:
+            if framework is None or row["mode"] not in SWEPT or row.get("floor") not in (None, PLAN):
                 continue
             if (row["dtype"], row["status"]) != ("bfloat16", "ok"):
                 continue
@@ -166,8 +166,11 @@ def chose_fewest(commit: str, root: Path = results.ROOT) -> bool:
 def _at_one_clock(rows: Sequence[tuple[Group, Choice, dict[str, Any]]]) -> list[Sample]:
     floors = defaultdict(list)
     for group, _, row in rows:
-        floors[group].append(row["floor_ms"])
-    return [Sample(group, choice, row["ratio"] * float(np.median(floors[group]))) for group, choice, row in rows]
+        floors[group, row.get("floor")].append(row["floor_ms"])
+    return [
+        Sample(group, choice, row["ratio"] * float(np.median(floors[group, row.get("floor")])))
+        for group, choice, row in rows
+    ]
 
 
 def residuals(rows: Sequence[Sample], coefficients: CostCoefficients) -> np.ndarray:

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from benchmarks.methods import (
     ERRORS,
     ROW_ERRORS,
     Bench,
+    Floor,
     Method,
     Problem,
     Program,
@@ -171,18 +172,32 @@ class CompileAhead:
             self._bench.compile_ahead(batch, self._jobs, beside=self._beside)
 
 
-def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    bench: Bench,
+    problem: Problem,
+    method: Method,
+    mode: Mode,
+    options: argparse.Namespace,
+    floor: Callable[[], Any] | None = None,
+) -> dict[str, Any]:
     """Returns the figures of one method: errors and bytes, then, if they are sane, times.
 
     A host mode adds "later", which gives the figures of a trace, or None.
+
+    Args:
+        bench: the framework's side.
+        problem: the arrays.
+        method: what is measured.
+        mode: how it is called.
+        options: of the command.
+        floor: what the method alternates with, in place of the bare matmuls.
     """
     try:
         prepared = problem.prepare(method, mode)
     except UnavailableError as error:
         return {"status": "skipped", "note": str(error)}
     figures = {"version": method.version(), **prepared.figures}
-    errors = {key: figures[key] for key in ERRORS if key in figures}
-    wrong = check_errors(errors, options.dtype)
+    wrong = wrong_errors(figures, options.dtype)
     if wrong is not None:
         return {**figures, "status": "failed", "note": wrong}
     if mode.measures.startswith("host"):
@@ -191,29 +206,39 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
         times, later = bench.host_figures(prepared, method, mode, options.timing, trace=options.trace)
         return {**figures, **times, "later": later, "status": "ok"}
     if mode.measures == "graph":
-        floor = problem.floor(mode)
+        matmuls = problem.floor(mode)
         try:
-            calls = [bench.captured(floor.run), bench.captured(prepared.run)]
+            calls = [bench.captured(matmuls.run), bench.captured(prepared.run)]
         except UnavailableError as error:
             return {**figures, "status": "skipped", "note": str(error)}
         figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
-        return {**figures, "floor_padding": floor.padding, "status": "ok"}
-    floor = problem.floor(mode)
-    calls = [floor.run, prepared.run]
+        return {**figures, "floor_padding": matmuls.padding, "status": "ok"}
+    matmuls = problem.floor(mode) if floor is None else Floor(floor, padding=0)
+    calls = [matmuls.run, prepared.run]
     if prepared.forward and not options.grid:
         calls.append(prepared.forward)
     figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
     if options.kernels:
         figures["by_kernel"] = bench.kernels(prepared)
-    return {**figures, "floor_padding": floor.padding, "status": "ok"}
+    return {**figures, "floor_padding": matmuls.padding, "status": "ok"}
+
+
+def wrong_errors(figures: Mapping[str, Any], dtype: str) -> str | None:
+    """Returns what is wrong with the errors among the figures of a method, or None."""
+    return check_errors({key: figures[key] for key in ERRORS if key in figures}, dtype)
 
 
 def measure_safely(
-    bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace
+    bench: Bench,
+    problem: Problem,
+    method: Method,
+    mode: Mode,
+    options: argparse.Namespace,
+    floor: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """As `measure`, with a failure of the method as its result. A failure of our method also prints its traceback."""
     try:
-        return measure(bench, problem, method, mode, options)
+        return measure(bench, problem, method, mode, options, floor)
     except Exception as error:  # another library may fail in any way, and the others are still measured
         if method.kind != "peer":
             traceback.print_exc()

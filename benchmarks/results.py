@@ -22,7 +22,7 @@ LAST_LINES = 30  # of the output of a failed process that are printed
 CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "linear_ce", "parity")  # what a result depends on
 # What makes two rows the same measurement. Only rows of `benchmarks.sweep` and `benchmarks.sm80_pallas` have
 # "chunk_rows", and of these only rows with a first chunk in the memory of d_weight have "first_rows". Only rows beside
-# matmuls for another GPU have "floor" (`benchmarks.sm80`). Elsewhere all three count as None.
+# matmuls for another GPU (`benchmarks.sm80`) or the choice of the plan have "floor". Elsewhere all three count as None.
 KEY = ("shape", "dtype", "targets", "mode", "method", "chunk_rows", "first_rows", "floor")
 
 

@@ -1,14 +1,15 @@
 """Measures our loss at several chunk row counts: `python -m benchmarks.sweep --framework torch|jax --shapes NAME...`.
 
 Every row count is measured like a method of `benchmarks.linear_ce`: its errors are checked first, and then it
-alternates with the bare matmuls. `benchmarks.fit_chunk_cost` fits the estimate that chooses chunks to these rows.
+alternates with the bare matmuls, or, with `--floor plan`, with the row count that the plan chooses.
+`benchmarks.fit_chunk_cost` fits the estimate that chooses chunks to these rows.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,9 @@ SWEPT = {
     if mode.d_input and mode.d_weight and mode.reduction == "mean" and not mode.ignored
 }
 # The files of linear_ce in `code_hash`. Rows are measured at given row counts, whatever the estimate chooses.
+# What `--floor` names, and the value of "floor" in a row that is relative to the choice of the plan.
+MATMULS, PLAN = "matmuls", "plan"
+DIVIDED = ("chunk_rows", "first_rows", "chunks", "d_input")  # what a row says of a choice
 BESIDE = "measured while other programs were compiled"  # the note of a row
 CHOICES = tuple(name for name in results.CHOICES if name != "chunk_cost.py")
 
@@ -40,6 +44,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", default=GRID_MODES, choices=tuple(SWEPT), metavar="NAME")
     parser.add_argument("--rows", nargs="+", type=int, metavar="ROWS", help="of a chunk; default: the most promising")
     parser.add_argument("--most", type=int, default=8, help="row counts of a shape and mode, from 2 (%(default)s)")
+    parser.add_argument(
+        "--floor",
+        default=MATMULS,
+        choices=(MATMULS, PLAN),
+        help=f"what a row alternates with; {PLAN}, for JAX: the choice of the plan, which then has no row",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=linear_ce.DTYPES)
     parser.add_argument("--seconds", type=float, default=1.0, help="for the pairs of one row (default %(default)s)")
     parser.add_argument("--pairs", type=int, default=Timing().min_pairs, help="at least (default %(default)s)")
@@ -50,6 +60,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     linear_ce.check_run_options(parser, options)
     if options.beside and not options.compile_jobs:
         parser.error("--beside needs --compile-jobs")
+    if options.floor == PLAN and options.framework != "jax":
+        parser.error("--floor plan is for JAX: PyTorch makes the plan of a call when it runs, so two cannot alternate")
     if options.most < 2:
         parser.error(f"--most must be at least 2, for the plan's choice and the fewest chunks, got {options.most}")
     # What `linear_ce.measure` reads. The forward pass is not timed alone.
@@ -121,6 +133,25 @@ def of_d_input(choice: Choice) -> dict[str, Any] | None:
     return None if choice.chunk.d_input is None else choice.chunk.d_input._asdict()
 
 
+def beside_plan(
+    rows: Sequence[tuple[Choice, dict[str, Any]]], planned: Division
+) -> list[tuple[Choice, dict[str, Any]]]:
+    """Returns the rows that are relative to the choice of the plan: all but its own, which "plan" describes."""
+    own = next(row for choice, row in rows if choice.division == planned)
+    more = {"floor": PLAN, "plan": {name: own[name] for name in DIVIDED}}
+    return [(choice, row | more) for choice, row in rows if choice.division != planned]
+
+
+def with_plans(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns rows, and one with the ratio 1 for each choice of a plan that rows are relative to."""
+    plans: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row.get("floor") == PLAN and row["status"] == "ok":
+            call = [row[name] for name in ("shape", "dtype", "targets", "mode", "method", "code_hash", "plan")]
+            plans[str(call)] = {**row, **row["plan"], "ms": row["floor_ms"], "ratio": 1.0}
+    return [*rows, *plans.values()]
+
+
 def summary(rows: Sequence[dict[str, Any]], planned: Division) -> str:
     """Returns how far the choice of the plan, `planned`, is from the best of the rows measured."""
     timed = [row for row in rows if row["status"] == "ok"]
@@ -133,9 +164,10 @@ def summary(rows: Sequence[dict[str, Any]], planned: Division) -> str:
 
 
 def rows_of(
-    item: Item, method: Method, choices: Sequence[Choice], options: argparse.Namespace
+    item: Item, method: Method, choices: Sequence[Choice], options: argparse.Namespace, planned: Division
 ) -> list[tuple[Choice, dict[str, Any]]]:
-    """Returns the choices of a shape and mode, each with the row that it will have, without what is measured."""
+    """Returns the choices of a shape and mode, each with the row that it will have, without what is measured. The
+    plan chooses `planned`."""
     common = linear_ce.row_of(item, method, options) | {
         "code_hash": results.source_hash(options.framework, choices=CHOICES),
         "budget": budget_of(item[1]),
@@ -151,24 +183,31 @@ def rows_of(
             "estimated_ms": choice.ms(),
         }
         found.append((choice, row))
-    return found
+    return beside_plan(found, planned) if options.floor == PLAN else found
 
 
 def programs_of(item: Item, method: Method, options: argparse.Namespace, file: results.ResultFile) -> list[Program]:
-    """Returns the programs of JAX for the rows of a shape and mode that will be measured."""
+    """Returns the programs of JAX for the rows of a shape and mode that will be measured, first that of the plan if
+    they are relative to it."""
     shape, mode, _ = item
     x, w = arrays(options.framework, shape.n, shape.d, shape.v, options.dtype)
 
     def make() -> Any:
         return explain(options.framework, x, w, budget_of(mode), method.name).plan
 
+    planned = Division.of_plan(make())
     choices = choices_of(make, options.rows, options.most)
-    rows = rows_of(item, method, choices, options)
-    return [
-        Program(shape, options.dtype, method.name, mode, preferred(choice))
-        for choice, row in rows
-        if not (options.resume and file.holds(row, "d_input"))
+    measured = [
+        choice for choice, row in rows_of(item, method, choices, options, planned) if not held(row, options, file)
     ]
+    if measured and options.floor == PLAN:
+        measured = [choice for choice in choices if choice.division == planned] + measured
+    return [Program(shape, options.dtype, method.name, mode, preferred(choice)) for choice in measured]
+
+
+def held(row: dict[str, Any], options: argparse.Namespace, file: results.ResultFile) -> bool:
+    """Returns whether --resume finds a row in the file."""
+    return options.resume and file.holds(row, "d_input", "plan")
 
 
 def sweep(
@@ -191,21 +230,39 @@ def sweep(
     if not choices:
         print(f"nothing to sweep: the path {make().path} of {method.name} does not choose chunk rows by cost")
         return 0, 0
+    planned = Division.of_plan(make())
+    rows = rows_of(item, method, choices, options, planned)
+    if not rows:
+        print(f"nothing to compare: the plan considers only {planned}")
+        return 0, 0
     print(results.heading(), flush=True)
-    failed, left = 0, 0
-    rows = rows_of(item, method, choices, options)
-    for choice, row in rows:
-        if options.resume and file.holds(row, "d_input"):
-            continue
-        if time.monotonic() > deadline:
-            left += 1
-            continue
-        row |= dict.fromkeys(linear_ce.MEASURED)
+    failed, left, floor = 0, 0, None
+
+    @contextmanager
+    def preferring_choice(choice: Choice) -> Iterator[Method]:
         own = replace(method, rows=preferred(choice))
         with nullcontext() if own.rows is None else preferring(own.rows):
             if Division.of_plan(make()) != choice.division:
                 raise AssertionError(f"the plan must have {choice.division}, not {Division.of_plan(make())}")
-            row |= linear_ce.measure_safely(bench, problem, own, mode, options)
+            yield own
+
+    for choice, row in rows:
+        if held(row, options, file):
+            continue
+        if time.monotonic() > deadline:
+            left += 1
+            continue
+        if options.floor == PLAN and floor is None:
+            with preferring_choice(next(choice for choice in choices if choice.division == planned)) as own:
+                prepared = problem.prepare(own, mode)
+            wrong = linear_ce.wrong_errors(prepared.figures, options.dtype)
+            if wrong is not None:
+                print(f"{planned}, the choice of the plan: {wrong}", flush=True)
+                return len(rows), 0
+            floor = prepared.run
+        row |= dict.fromkeys(linear_ce.MEASURED)
+        with preferring_choice(choice) as own:
+            row |= linear_ce.measure_safely(bench, problem, own, mode, options, floor)
         row.pop("later", None)
         if options.beside and row["status"] == "ok":
             row["note"] = BESIDE
@@ -213,10 +270,10 @@ def sweep(
         print(results.line({**row, "method": f"{choice.division} x {choice.chunks}"}), flush=True)
         failed += row["status"] == "failed"
         bench.release()
-    same = ("shape", "dtype", "targets", "mode", "method", "code_hash")
+    same = ("shape", "dtype", "targets", "mode", "method", "code_hash", "floor", "plan")
     swept = [row for row in file.rows if row.get("chunk_rows") and results.same_measurement(row, rows[0][1], same)]
     if swept:
-        print(summary(swept, Division.of_plan(make())), flush=True)
+        print(summary(with_plans(swept), planned), flush=True)
     return failed, left
 
 

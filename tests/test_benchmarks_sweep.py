@@ -5,6 +5,7 @@ import math
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +94,12 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     def open_bench(framework: str, device: str, *, shares_gpu: bool = False) -> Any:
         def problem(shape: Any, dtype: str, targets: str) -> Any:
             x, w = fit_chunk_cost.arrays(framework, shape.n, shape.d, shape.v)
-            return SimpleNamespace(input=x, weight=w, shape=shape)
+
+            def prepare(method: Method, mode: Any) -> Any:
+                ms = true_ms(framework, shape, mode, plan_of(framework, shape, mode))
+                return SimpleNamespace(run=lambda: ms, figures={"err_d_weight": 1e-3})
+
+            return SimpleNamespace(input=x, weight=w, shape=shape, prepare=prepare)
 
         name = sweep.METHODS[framework]
         method = Method(name, "ours", lambda mode: print, takes_budget=True)
@@ -102,18 +108,23 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         parts["stop_compiling"] = lambda: None
         return SimpleNamespace(framework=framework, device="NVIDIA H200", problem=problem, **parts)
 
-    def measure(bench: Any, problem: Any, method: Method, mode: Any, options: Any) -> dict[str, Any]:
-        made = of_h200(
-            bench.framework, problem.input, problem.weight, sweep.budget_of(mode), sweep.METHODS[bench.framework]
-        )
-        floor = 3 * 2 * problem.shape.n * problem.shape.d * problem.shape.v / 680e9
-        clock = 1 + 0.02 * (made.plan.chunks.rows % 3)  # of floor and method alike
-        choices = fit_chunk_cost.choices(
-            bench.framework, "h200", *sizes(problem.shape), sweep.budget_of(mode), made.plan.chunks.rows
-        )
-        ms = next(choice for choice in choices if choice.division == Division.of_plan(made.plan)).ms(TRUE)
+    def measure(
+        bench: Any, problem: Any, method: Method, mode: Any, options: Any, planned: Callable[[], float] | None
+    ) -> dict[str, Any]:
+        plan = plan_of(bench.framework, problem.shape, mode)
+        floor = 3 * 2 * problem.shape.n * problem.shape.d * problem.shape.v / 680e9 if planned is None else planned()
+        clock = 1 + 0.02 * (plan.chunks.rows % 3)  # of floor and method alike
+        ms = true_ms(bench.framework, problem.shape, mode, plan)
         figures = {"floor_ms": clock * floor, "ms": clock * ms, "ratio": ms / floor, "status": "ok"}
         return {**figures, "err_d_weight": 1e-3}
+
+    def plan_of(framework: str, shape: Any, mode: Any) -> Any:
+        x, w = fit_chunk_cost.arrays(framework, *sizes(shape))
+        return of_h200(framework, x, w, sweep.budget_of(mode), sweep.METHODS[framework]).plan
+
+    def true_ms(framework: str, shape: Any, mode: Any, plan: Any) -> float:
+        choices = fit_chunk_cost.choices(framework, "h200", *sizes(shape), sweep.budget_of(mode), plan.chunks.rows)
+        return next(choice for choice in choices if choice.division == Division.of_plan(plan)).ms(TRUE)
 
     explain = sweep.explain
 
@@ -196,6 +207,48 @@ def test_the_programs_of_all_rows_are_compiled_ahead(stub: list[Program], tmp_pa
     stub.clear()
     assert sweep.main([*common, "--compile-jobs", "2", "--resume"]) == 0
     assert {program.mode.name for program in stub} == {"tight"}
+
+
+def test_rows_are_relative_to_the_choice_of_the_plan(
+    stub: list[Program], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "jax-sweep.json"
+    shapes = ("llama3-8b", "gemma2-2b", "gpt2-n256")
+    common = ["--framework", "jax", "--shapes", *shapes, "--json", str(file), "--most", "3", "--floor", "plan"]
+    assert sweep.main([*common, "--compile-jobs", "2", "--beside"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("nothing to compare: the plan considers only") == 2  # one chunk has all rows
+    rows = json.loads(file.read_text())["rows"]
+    for name, mode in product(shapes[:2], ("train", "tight")):
+        of_call = [row for row in rows if (row["shape"], row["mode"]) == (name, mode)]
+        assert len(of_call) == 2
+        [planned] = {Division.of_row(row["plan"]) for row in of_call}
+        assert planned not in [Division.of_row(row) for row in of_call]
+        plan = fit_chunk_cost.made_plan("jax", "h200", *sizes(SHAPES[name]), of_call[0]["budget"])
+        assert planned == Division.of_plan(plan)
+        assert {(row["floor"], row["note"]) for row in of_call} == {("plan", sweep.BESIDE)}
+        programs = [program.rows for program in stub if (program.shape.name, program.mode.name) == (name, mode)]
+        assert programs == [None if planned.first_rows else planned.rows, *(row["chunk_rows"] for row in of_call)]
+        best = min(1.0, *(row["ratio"] for row in of_call))
+        assert f"the plan chooses {planned}, {100 * (1 / best - 1):.1f}% slower than the best" in printed
+    assert len(rows) == 8
+    assert len(sweep.with_plans(rows)) == 12
+    stub.clear()
+    assert sweep.main([*common, "--resume", "--compile-jobs", "2"]) == 0
+    assert not stub
+    # Another choice of the plan is another floor.
+    content = json.loads(file.read_text())
+    content["rows"][0]["plan"]["chunk_rows"] += 1
+    file.write_text(json.dumps(content))
+    assert sweep.main([*common, "--resume", "--compile-jobs", "2"]) == 0
+    assert len(stub) == 2
+    capsys.readouterr()
+    assert fit_chunk_cost.main([str(file), "--check"]) in (0, 1)
+    table = capsys.readouterr().out
+    assert table.count("| 3 | ") == 4  # the plan's choice and two others of each
+    with pytest.raises(SystemExit):
+        sweep.parse(["--framework", "torch", "--shapes", "smoke", "--floor", "plan"])
+    assert "--floor plan is for JAX" in capsys.readouterr().err
 
 
 def test_a_program_that_is_compiled_ahead_has_the_rows_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
