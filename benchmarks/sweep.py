@@ -95,7 +95,7 @@ def budget_of(mode: Mode) -> int:
     return DEFAULT_MEMORY_BUDGET if mode.memory_budget is None else mode.memory_budget
 
 
-def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int) -> list[Choice]:
+def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int, *, floor: str = MATMULS) -> list[Choice]:
     """Returns what is measured of a shape and mode, from many rows to few.
 
     Args:
@@ -103,18 +103,23 @@ def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int) -
         rows: of equal chunks. Those that no plan has are printed. None: the choice of the plan, which may have a first
             chunk in the memory of d_weight, equal chunks of the rows of the fewest, and those with the least estimates.
         most: how many, without `rows`. At least 2.
+        floor: of the rows. With PLAN the choice of the plan is always among them.
     """
     choices = considered(make)
     if not choices:
         return []
     found = []
-    if rows is None:
+    if rows is None or floor == PLAN:
         planned = first_chunk(make)
         if planned is not None:
             found, most = [planned], most - 1
-        always = dict.fromkeys((fewest_rows(make),) if planned else (make().chunks.rows, fewest_rows(make)))
-        rest = [choice.rows for choice in choices if choice.rows not in always]
-        rows = [*always, *rest[: most - len(always)]]
+        own = () if planned else (make().chunks.rows,)
+        if rows is None:
+            always = dict.fromkeys((*own, fewest_rows(make)))
+            rest = [choice.rows for choice in choices if choice.rows not in always]
+            rows = [*always, *rest[: most - len(always)]]
+        else:
+            rows = [*own, *rows]
     for wanted in sorted(set(rows), reverse=True):
         exact = [choice for choice in considered(make, wanted) if choice.rows == wanted]
         if not exact:
@@ -196,7 +201,7 @@ def programs_of(item: Item, method: Method, options: argparse.Namespace, file: r
         return explain(options.framework, x, w, budget_of(mode), method.name).plan
 
     planned = Division.of_plan(make())
-    choices = choices_of(make, options.rows, options.most)
+    choices = choices_of(make, options.rows, options.most, floor=options.floor)
     measured = [
         choice for choice, row in rows_of(item, method, choices, options, planned) if not held(row, options, file)
     ]
@@ -226,7 +231,7 @@ def sweep(
         return explain(options.framework, problem.input, problem.weight, budget_of(mode), method.name).plan
 
     print(f"\n{linear_ce.title(shape, mode, targets, options.dtype)}", flush=True)
-    choices = choices_of(make, options.rows, options.most)
+    choices = choices_of(make, options.rows, options.most, floor=options.floor)
     if not choices:
         print(f"nothing to sweep: the path {make().path} of {method.name} does not choose chunk rows by cost")
         return 0, 0
