@@ -1199,6 +1199,18 @@ SAVED_ROWS = (
         JAX_EXPLAINED,
     ),
     Mutation("jax_pallas/explanation.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
+    Mutation(
+        "jax_pallas/explanation.py",
+        'plan.path == "scaled_exp" or plan.chunk_config.keeps_logits',
+        'plan.path != "recompute"',
+        tests("jax_pallas_plan", "computed_again"),
+    ),
+    Mutation(
+        "core_triton/explanation.py",
+        'plan.path == "scaled_exp" or plan.chunk_config.keeps_logits',
+        'plan.path != "recompute"',
+        tests("core_triton_errors", "computed_again"),
+    ),
 )
 TORCH_ENTROPY = tests("core_triton_token_loss", "custom-entropy and (budget or options)")
 TORCH_BONUS = tests("core_triton_token_loss", "bonus_of_the_entropy_alone")

@@ -5,6 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from allocations import Meter
+from assertions import least_budget
+from torch.utils.flop_counter import FlopCounterMode
 from torch_problem import problem
 
 import core_triton
@@ -326,7 +329,24 @@ def test_float32_logits_are_kept_where_enough_rows_fit(memory_budget: int, keeps
     assert explained.plan.path == "stored_logits"
     assert explained.plan.chunk_config.keeps_logits == keeps
     assert "kernels: Triton's, for rows of stored logits" in str(explained)
-    assert "matmuls: logits, d_input, d_weight by cuBLAS" in str(explained)
+    again = "" if keeps else "logits again, "
+    assert f"matmuls: logits, {again}d_input, d_weight by cuBLAS" in str(explained)
+
+
+def test_explain_names_logits_that_are_computed_again() -> None:
+    arrays = problem(70, 24, 300)
+    x, w = arrays["input"], arrays["linear_weight"]
+    least = least_budget(lambda budget: core_triton.explain(x, w, memory_budget=budget, with_entropy=True))
+    for memory_budget, matmuls in ((2**20, 3), (least, 4)):
+        with FlopCounterMode(display=False) as counter, Meter():
+            core_triton.linear_cross_entropy(**arrays, memory_budget=memory_budget).backward()
+        for with_entropy in (False, True):
+            explained = core_triton.explain(x, w, memory_budget=memory_budget, with_entropy=with_entropy)
+            assert ("logits again" in explained.plan.matmuls) == (matmuls == 4)
+            assert counter.get_total_flops() == len(explained.plan.matmuls) * 2 * 70 * 24 * 300
+    x, w = x.bfloat16(), torch.empty(1536, 24, dtype=torch.bfloat16)
+    again = core_triton.explain(x, w, label_smoothing=0.1, softcap=30.0, device="h200").plan
+    assert (again.path, again.matmuls[:2], len(again.matmuls)) == ("recompute", ("logits", "logits again"), 4)
 
 
 def test_explain_of_a_gpu_without_a_name() -> None:

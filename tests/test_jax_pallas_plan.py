@@ -3,11 +3,13 @@
 import itertools
 import re
 from dataclasses import FrozenInstanceError
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from assertions import least_budget
 from compiling import kernels_of_zeros
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import problem
@@ -269,6 +271,23 @@ def test_the_matmuls_of_a_loss_of_the_entropy(
         explain(x, w, reduction="none", saved_budget=2**20, with_entropy=True)
     with pytest.raises(TypeError, match="with_entropy must be a bool, got float"):
         explain(x, w, with_entropy=0.1)  # pyright: ignore[reportArgumentType]
+
+
+def test_explain_names_logits_that_are_computed_again() -> None:
+    arrays = problem(70, 24, 300)
+    x, w = arrays["input"], arrays["linear_weight"]
+    least = least_budget(lambda budget: explain(x, w, memory_budget=budget, with_entropy=True))
+    for memory_budget, matmuls in ((2**20, 3), (least, 4)):
+        loss = partial(linear_cross_entropy, target=arrays["target"], memory_budget=memory_budget)
+        program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w).as_text()
+        for with_entropy in (False, True):
+            explained = explain(x, w, memory_budget=memory_budget, with_entropy=with_entropy)
+            assert ("logits again" in explained.plan.matmuls) == (matmuls == 4)
+            assert len(explained.plan.matmuls) == matmuls
+        # With several chunks, and a partial one, a matmul is in the program twice or more.
+        assert program.count("stablehlo.dot_general") % matmuls == 0
+    again = explain(shape(70, 24), shape(1536, 24), label_smoothing=0.1, softcap=30.0, device="h200").plan
+    assert (again.path, again.matmuls[:2], len(again.matmuls)) == ("recompute", ("logits", "logits again"), 4)
 
 
 def test_explain_of_calls_without_gradients() -> None:
