@@ -1,6 +1,7 @@
 """Runs that are stopped or killed, that diverge, or whose disk is full lose nothing that a checkpoint contains."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -36,7 +37,8 @@ from flax_runs import (
 
 from flax_models.errors import RunError
 from flax_models.model.decoder import Decoder, ModelConfig
-from flax_models.train.checkpoint import MANIFEST, Checkpoints
+from flax_models.train import checkpoint
+from flax_models.train.checkpoint import MANIFEST, Checkpoints, steps_in
 from flax_models.train.config import TrainConfig
 from flax_models.train.metrics import MetricsLog, read_rows
 from flax_models.train.optimizers import learning_rate_schedule
@@ -296,6 +298,59 @@ def test_if_all_checkpoints_are_damaged_each_is_reported_and_kept(copied, capfd)
     shutil.rmtree(folder / "checkpoints")
     assert train(copied, "--name", "whole", "--resume") == 1
     assert "checkpoints has no checkpoint" in one_line(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(manifest, copied, monkeypatch):
+    """The second attempt reads the same files, so nothing may be renamed because of the first."""
+    folder = copied / "runs" / "whole" / "checkpoints"
+    checkpoints, like = Checkpoints(folder, writes=True), small_trainer().initial
+    place, name = (checkpoint, "_checksum") if manifest else (checkpoints, "_read")
+    if not manifest:
+        (folder / "8" / MANIFEST).unlink()
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(RunError) as caught:
+            patch.setattr(place, name, fail)
+            checkpoints.restore(like)
+        where = rf"{folder}/8: {r'[\w/.-]+: ' * manifest}"
+        assert re.match(rf"cannot read the checkpoint {where}\[Errno 5\] .*; nothing was renamed", str(caught.value))
+        assert {path.name for path in folder.iterdir()} == {"6", "8"}
+    assert int(checkpoints.restore(like)[0].step) == 8
+    checkpoints.close()
+
+
+def test_only_wrong_content_is_set_aside(copied, monkeypatch):
+    """If the files match the manifest, an error of the storage library is no damage, for example too little memory."""
+    folder, like = copied / "runs" / "whole" / "checkpoints", small_trainer().initial
+    checkpoints = Checkpoints(folder, writes=True)
+    original = Checkpoints._read
+
+    def fail(checkpoints: Checkpoints, step: int, like: TrainState):
+        if step == 8:
+            raise ValueError("no memory")
+        return original(checkpoints, step, like)
+
+    monkeypatch.setattr(Checkpoints, "_read", fail)
+    with pytest.raises(RunError, match="8: no memory; nothing was renamed"):
+        checkpoints.restore(like)
+    reader = Checkpoints(folder)
+    assert int(reader.restore(like)[0].step) == 6, "a reader that may use an older checkpoint reads it"
+    (folder / "8" / MANIFEST).unlink()
+    assert int(checkpoints.restore(like)[0].step) == 6
+    assert {path.name for path in folder.iterdir()} == {"6", "8.broken"}
+    for each in (reader, checkpoints):
+        each.close()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_taken_as_empty(tmp_path):
+    assert steps_in(tmp_path / "absent") == []
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="Not a directory"):
+        steps_in(tmp_path / "file")
 
 
 def test_a_checkpoint_without_its_manifest_is_still_read(copied, capfd):
