@@ -160,8 +160,10 @@ def test_resuming_a_finished_run_takes_no_step_and_reports_again_with_moved_text
     assert (copied / "runs" / "whole" / "result.json").exists()
 
 
-def test_finished_run_can_be_extended(copied, capsys):
+def test_finished_run_can_be_extended(copied, monkeypatch, capsys):
     folder = copied / "runs" / "whole"
+    original, evaluated = Trainer.held_out_loss, []
+    monkeypatch.setattr(Trainer, "held_out_loss", lambda *given: evaluated.append(original(*given)) or evaluated[-1])
     before = read_rows(folder)
     again = ["--name", "whole", "--resume"]
     assert train(copied, *again, "--steps", "7") == 1
@@ -186,9 +188,11 @@ def test_finished_run_can_be_extended(copied, capsys):
     assert added[0]["learning_rate"] == pytest.approx(rate)
     assert rate > 0.1 * config.learning_rate
     assert kept(folder) == [9, 10]
+    assert [row["held_out_loss"] for row in rows if "held_out_loss" in row][-1:] == evaluated, "computed once"
 
     assert train(copied, *again) == 0
     out = capsys.readouterr().out
+    assert json.loads((folder / "result.json").read_text())["held_out_loss"] == evaluated[0] == evaluated[1]
     assert "from step 10" in out
     assert "note" not in out
 
