@@ -296,7 +296,10 @@ def test_yarns_two_scales_become_its_attention_factor():
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1, got 0"),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
-        ({"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": None}, "rope_theta must be 5.0, as in rope_parameters"),
+        (
+            {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": None},
+            "rope_theta must be 5.0, as in rope_parameters",
+        ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 3.0}},
             "rope_scaling must be absent or equal to rope_parameters, got {'type': 'linear', 'factor': 2.0}",
@@ -360,6 +363,7 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
         "unsloth_fixed": True,
         "is_llama_config": True,
         "attention_dropout": 0.1,
+        "neftune_noise_alpha": 5,
         "new_scale": 2,
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -370,7 +374,7 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
     assert read_config(tmp_path, ["new_scale"]) == SMALL
     assert config_note(tmp_path, ["new_scale"]) == (
         "config.json: ignored because they do not affect the model: is_llama_config, unsloth_fixed; "
-        "not applied in training: attention_dropout 0.1; ignored on request: new_scale"
+        "not applied in training: attention_dropout 0.1, neftune_noise_alpha 5; ignored on request: new_scale"
     )
     with pytest.raises(RunError, match="--ignore-config-fields: model_type llama needs rope_theta"):
         read_config(tmp_path, ["rope_theta"])
@@ -388,7 +392,7 @@ def test_unknown_windows_and_missing_fields_raise():
             config_of({**windows, **unused}, "x")
     with pytest.raises(RunError, match="max_window_layers must be an integer, got None"):
         config_of({**windows, "use_sliding_window": True, "layer_types": None, "max_window_layers": None}, "x")
-    with pytest.raises(RunError, match="partial_rotary_factor must be in .*, got 0.0"):
+    with pytest.raises(RunError, match=r"partial_rotary_factor must be in .*, got 0\.0"):
         config_of({**values_of(dataclasses.replace(SMALL, family="phi3")), "partial_rotary_factor": 0.0}, "x")
     with pytest.raises(RunError, match="x: num_hidden_layers is missing"):
         config_of({name: value for name, value in qwen.items() if name != "num_hidden_layers"}, "x")

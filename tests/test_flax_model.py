@@ -166,7 +166,10 @@ def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads(
         ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
         ({"partial_rotary_factor": 0.4}, r"partial_rotary_factor must be in \(0, 1\] and rotate an even .* got 0.4"),
         ({"window_pattern": ()}, "window_pattern must have at least one entry, got none"),
-        ({"window_pattern": (True, False)}, r"window_pattern has no effect without sliding_window, got \(True, False\)"),
+        (
+            {"window_pattern": (True, False)},
+            r"window_pattern has no effect without sliding_window, got \(True, False\)",
+        ),
         (
             {"sliding_window": 4, "window_pattern": (False,)},
             r"sliding_window has no effect with window_pattern \(False,\), got 4",

@@ -158,7 +158,9 @@ class Checkpoints:
                 except Exception as error:  # a damaged file raises one of many types, with a long message
                     fault = first_line(error)
                     # Files that match MANIFEST are not damaged, and other processes may have read them.
-                    damaged = not (isinstance(error, OSError) or (folder / MANIFEST).exists() or jax.process_count() > 1)
+                    damaged = not (
+                        isinstance(error, OSError) or (folder / MANIFEST).exists() or jax.process_count() > 1
+                    )
                 else:
                     if self._writes:
                         self._set_aside(steps[: len(faults)])
