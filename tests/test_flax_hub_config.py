@@ -378,6 +378,8 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
     )
     with pytest.raises(RunError, match="--ignore-config-fields: model_type llama needs rope_theta"):
         read_config(tmp_path, ["rope_theta"])
+    with pytest.raises(RunError, match=r"--ignore-config-fields must be fields of .*config\.json, got old_scale"):
+        read_config(tmp_path, ["new_scale", "old_scale"])
 
 
 def test_unknown_windows_and_missing_fields_raise():

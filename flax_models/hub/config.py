@@ -176,6 +176,8 @@ class _Fields:
         read = COMMON | set(FAMILIES[family])
         if odd := sorted(set(ignored) & read):
             raise RunError(f"--ignore-config-fields: model_type {family} needs {', '.join(odd)}")
+        if absent := sorted(set(ignored) - set(values)):
+            raise RunError(f"--ignore-config-fields must be fields of {where}, got {', '.join(absent)}")
         self.values = values = {name: value for name, value in values.items() if name not in ignored}
         if unknown := sorted(set(values) - read - NEUTRAL - INERT - DROPOUT - set(FIXED)):
             shown = ", ".join(f"{name} ({_short(values[name])})" for name in unknown)
