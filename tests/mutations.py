@@ -1968,6 +1968,15 @@ TRAINER = (
         tests("flax_resume", "taken_as_empty"),
     ),
     Mutation(
+        "flax_models/train/metrics.py",
+        "    except FileNotFoundError:\n        return []",
+        "    except OSError:\n        return []",
+        tests("flax_resume", "incomplete_line"),
+    ),
+    Mutation(
+        "flax_models/data/corpus.py", "root.walk(on_error=fail)", "root.walk()", tests("flax_data", "not_left_out")
+    ),
+    Mutation(
         "flax_models/train/loop.py",
         "held_out_loss() if loss is None else loss",
         "held_out_loss()",

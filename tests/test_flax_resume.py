@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -304,6 +305,10 @@ def test_if_all_checkpoints_are_damaged_each_is_reported_and_kept(copied, capfd)
     assert "checkpoints has no checkpoint" in one_line(capfd.readouterr().err)
 
 
+def raise_io_error(*arguments: object) -> NoReturn:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 @pytest.mark.parametrize("manifest", [True, False])
 def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(manifest, copied, monkeypatch):
     """The second attempt reads the same files, so nothing may be renamed because of the first."""
@@ -313,12 +318,9 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(manifest, copied,
     if not manifest:
         (folder / "8" / MANIFEST).unlink()
 
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(place, name, fail)
+            patch.setattr(place, name, raise_io_error)
             with pytest.raises(
                 RunError, match=rf"^cannot read the checkpoint {folder}/8: {file}\[Errno 5\] [^;]*; nothing was renamed"
             ):
@@ -462,7 +464,7 @@ def test_metrics_on_a_full_disk_raise_with_the_file(tmp_path):
     assert [row["step"] for row in rows] == list(range(len(rows)))
 
 
-def test_metrics_after_the_checkpoint_and_an_incomplete_line_are_dropped(tmp_path):
+def test_metrics_after_the_checkpoint_and_an_incomplete_line_are_dropped(tmp_path, monkeypatch):
     log = MetricsLog(tmp_path, after=0)
     for step in range(1, 5):
         log.write(step, loss=float(step))
@@ -476,6 +478,11 @@ def test_metrics_after_the_checkpoint_and_an_incomplete_line_are_dropped(tmp_pat
     log.close()
     assert read_rows(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": "inf"}]
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", raise_io_error)
+        with pytest.raises(RunError, match=r"cannot read .*metrics.jsonl: Input/output"):
+            MetricsLog(tmp_path, after=2)
+    assert path.read_text().startswith('{"step": 1}\n')
     with pytest.raises(RunError, match=r"metrics.jsonl, line 2 is not a row of metrics"):
         read_rows(tmp_path)
 
