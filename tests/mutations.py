@@ -1910,6 +1910,7 @@ PROCESSES = (
 OF_RANGE = tests("flax_weights", "too_large")
 OF_ADAPTERS = tests("flax_peft", "too_large")
 OF_SKIPPED = tests("flax_data", "skips_hidden")
+OF_ASIDE, OF_CONFIG = tests("flax_resume", "aside"), tests("flax_hub_config", "unsupported or unknown")
 TRAINER = (
     Mutation(
         "flax_models/train/optimizers.py",
@@ -1963,6 +1964,66 @@ TRAINER = (
         tests("flax_resume", "optimizers_arrays"),
     ),
     Mutation("flax_models/data/atomic_file.py", "{socket.gethostname()}.", "", OF_LOCK),
+    Mutation("flax_models/train/checkpoint.py", '{first_line(error)}", False', '{first_line(error)}", True', OF_ASIDE),
+    Mutation("flax_models/train/checkpoint.py", "(folder / MANIFEST).exists() or", "", OF_ASIDE),
+    Mutation("flax_models/train/checkpoint.py", "isinstance(error, OSError) or", "", OF_ASIDE),
+    Mutation(
+        "flax_models/train/checkpoint.py",
+        "if not damaged and (self._writes or",
+        "if not damaged and (True or",
+        OF_ASIDE,
+    ),
+    Mutation(
+        "flax_models/train/checkpoint.py",
+        "    except FileNotFoundError:\n        return []",
+        "    except OSError:\n        return []",
+        tests("flax_resume", "taken_as_empty"),
+    ),
+    Mutation(
+        "flax_models/train/metrics.py",
+        "    except FileNotFoundError:\n        return []",
+        "    except OSError:\n        return []",
+        tests("flax_resume", "incomplete_line"),
+    ),
+    Mutation(
+        "flax_models/data/corpus.py", "root.walk(on_error=fail)", "root.walk()", tests("flax_data", "not_left_out")
+    ),
+    Mutation(
+        "flax_models/train/loop.py",
+        "held_out_loss() if loss is None else loss",
+        "held_out_loss()",
+        tests("flax_resume", "extended"),
+    ),
+    Mutation(
+        "flax_models/model/config.py",
+        "if self.sliding_window is None and self.window_pattern != (True,):",
+        "if False:",
+        tests("flax_model", "invalid_shape"),
+    ),
+    Mutation("flax_models/hub/config.py", "if len(given) == 2 and", "if False and", OF_CONFIG),
+    Mutation("flax_models/hub/config.py", "        if fields[name] != values[name]:", "        if False:", OF_CONFIG),
+    Mutation("flax_models/hub/config.py", "1.0 if partial is None else partial", "partial or 1.0", OF_CONFIG),
+    Mutation(
+        "flax_models/hub/config.py",
+        "    if window is None:\n        raise fields.refuse(",
+        "    if window is None:\n        return (",
+        OF_CONFIG,
+    ),
+    Mutation(
+        "flax_models/hub/config.py",
+        'residual_multiplier=fields.number("residual_multiplier")',
+        "residual_multiplier=1.0",
+        tests("flax_families", "every_field"),
+    ),
+    Mutation(
+        "flax_models/hub/adapter_folder.py", "if trains and", "if False and", tests("flax_peft", "invalid_adapter")
+    ),
+    Mutation(
+        "flax_models/hub/adapter_folder.py",
+        "if values[name] or type(values[name]) is int:",
+        "if values[name]:",
+        tests("flax_peft", "every_field"),
+    ),
     Mutation(
         "flax_models/data/vocabulary.py",
         "list(dict.fromkeys((self.end, *self.ends)))",

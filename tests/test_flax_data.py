@@ -1,7 +1,9 @@
 """Tests the data of flax_models: corpus, split, tokenizer and its cache, windows, and baselines."""
 
+import errno
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,6 +91,24 @@ def test_folder_skips_hidden_files_and_counts_files_that_are_not_utf8_text(tmp_p
     assert names(corpus.train) == {"text000.txt", "text001.txt", "text002.txt"}
     assert corpus.skipped == 2  # latin.txt and null.bin
     assert "characters, 2 files skipped that are not UTF-8 text, sha256 " in _describe_corpus(corpus)
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    for name in ("a", ".hidden"):
+        write_texts(tmp_path / "data" / name, 3)
+    original = os.scandir
+
+    def scandir(path: Path):
+        if Path(path).name == unreadable:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    unreadable = ".hidden"
+    assert names(load_corpus([tmp_path / "data"]).train) == {f"a/text00{i}.txt" for i in range(3)}
+    unreadable = "a"
+    with pytest.raises(RunError, match=r"--data: cannot read .*data/a: Permission denied"):
+        load_corpus([tmp_path / "data"])
 
 
 def test_invalid_paths_raise(tmp_path):

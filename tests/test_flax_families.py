@@ -1,5 +1,6 @@
 """Compares every family with the transformers library: hidden states, losses, and folders that either one writes."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 from hub_models import (
     CASES,
+    SIZES,
     import_transformers,
     load_transformers,
     make,
@@ -25,6 +27,9 @@ from random_decoder import random_decoder
 from flax_models import export
 from flax_models.data.dialogue import Document
 from flax_models.data.tokenizer import load_or_train, write
+from flax_models.errors import RunError
+from flax_models.hub.config import config_of
+from flax_models.hub.fields import FAMILIES
 from flax_models.hub.weights import load, save
 from flax_models.model.decoder import Decoder
 from flax_models.model.families import PUBLISHED, published
@@ -33,6 +38,26 @@ from flax_models.train.config import CONFIGS, TrainConfig, from_json, to_json
 from flax_models.train.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
+# Fields of transformers' config classes that a folder may have with any value, because they do not change what the
+# decoder computes. Dropout is reported in a note.
+WITHOUT_EFFECT = {
+    *("use_cache", "initializer_range", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("attention_dropout", "resid_pdrop", "embd_pdrop"),
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+# Fields in addition to SIZES with which all other fields of a family have an effect.
+IN_EFFECT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen2": WINDOW,
+    "qwen3": WINDOW,
+    "gemma": {},
+    "gemma2": {},
+    "phi3": {**CASES["phi3-long"][1], "sliding_window": 9},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2},
+    "olmo2": {},
+    "granite": {},
+}
 # For two float32 computations of three layers with different orders of summation.
 TOLERANCE = 5e-6
 
@@ -47,6 +72,39 @@ def folders(tmp_path_factory) -> dict[str, tuple[Any, Path]]:
         assert len(list(folder.glob("*.safetensors"))) > 1, "the weights must be sharded"
         made[name] = model, folder
     return made
+
+
+def other(value: Any) -> Any:
+    """Returns another value for a field of config.json."""
+    if isinstance(value, list):
+        return [other(value[0]), *value[1:]]
+    if isinstance(value, dict):
+        return {**value, "rope_theta": 7.0}
+    if isinstance(value, str):
+        return {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}.get(value, "relu")
+    if isinstance(value, bool):
+        return not value
+    return 2 * value if value else 1
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_field_of_transformers_changes_the_model_or_is_refused(family):
+    """A field that is read but not used would silently give another model."""
+    if family not in IN_EFFECT:
+        assert family == "internlm3", "transformers does not include it"
+        return
+    transformers = import_transformers()
+    values = {**SIZES, **IN_EFFECT[family], "model_type": family}
+    model = config_of(values, family)
+    known = transformers.AutoConfig.for_model(family, **SIZES, **IN_EFFECT[family]).to_dict()
+    fields = set(known) - set(transformers.PreTrainedConfig().to_dict())
+    assert len(fields) > 15
+    without_effect = set()
+    for name in fields:
+        with contextlib.suppress(RunError):
+            if config_of({**values, name: other(values.get(name, known[name]))}, family) == model:
+                without_effect.add(name)
+    assert without_effect == fields & WITHOUT_EFFECT
 
 
 @nnx.jit

@@ -294,6 +294,16 @@ def test_yarns_two_scales_become_its_attention_factor():
         ({"hidden_size": "64"}, "^x: hidden_size must be an integer, got '64'$"),
         ({"hidden_size": None}, "hidden_size must be an integer, got None"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        (
+            {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": None},
+            "rope_theta must be 5.0, as in rope_parameters",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 3.0}},
+            "rope_scaling must be absent or equal to rope_parameters, got {'type': 'linear', 'factor': 2.0}",
+        ),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number, got '1e-6'"),
         ({"rope_theta": float("nan")}, "rope_theta must be a finite number, got nan"),
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings must be true or false, got 'true'"),
@@ -353,6 +363,7 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
         "unsloth_fixed": True,
         "is_llama_config": True,
         "attention_dropout": 0.1,
+        "neftune_noise_alpha": 5,
         "new_scale": 2,
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -363,16 +374,28 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
     assert read_config(tmp_path, ["new_scale"]) == SMALL
     assert config_note(tmp_path, ["new_scale"]) == (
         "config.json: ignored because they do not affect the model: is_llama_config, unsloth_fixed; "
-        "not applied in training: attention_dropout 0.1; ignored on request: new_scale"
+        "not applied in training: attention_dropout 0.1, neftune_noise_alpha 5; ignored on request: new_scale"
     )
     with pytest.raises(RunError, match="--ignore-config-fields: model_type llama needs rope_theta"):
         read_config(tmp_path, ["rope_theta"])
+    with pytest.raises(RunError, match=r"--ignore-config-fields must be fields of .*config\.json, got old_scale"):
+        read_config(tmp_path, ["new_scale", "old_scale"])
 
 
 def test_unknown_windows_and_missing_fields_raise():
     qwen = values_of(dataclasses.replace(SMALL, family="qwen2", attention_bias=True))
     with pytest.raises(RunError, match="layer_types must be sliding_attention or full_attention for 2 layers"):
         config_of({**qwen, "layer_types": ["chunked_attention", "full_attention"]}, "x")
+    windows = {**qwen, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    assert config_of({**windows, "use_sliding_window": True}, "x").windows() == (4, None)
+    message = "sliding_window must be used, because layers have sliding_attention, got None"
+    for unused in ({"use_sliding_window": False}, {"use_sliding_window": True, "sliding_window": None}):
+        with pytest.raises(RunError, match=message):
+            config_of({**windows, **unused}, "x")
+    with pytest.raises(RunError, match="max_window_layers must be an integer, got None"):
+        config_of({**windows, "use_sliding_window": True, "layer_types": None, "max_window_layers": None}, "x")
+    with pytest.raises(RunError, match=r"partial_rotary_factor must be in .*, got 0\.0"):
+        config_of({**values_of(dataclasses.replace(SMALL, family="phi3")), "partial_rotary_factor": 0.0}, "x")
     with pytest.raises(RunError, match="x: num_hidden_layers is missing"):
         config_of({name: value for name, value in qwen.items() if name != "num_hidden_layers"}, "x")
 

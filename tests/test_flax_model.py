@@ -167,6 +167,18 @@ def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads(
         ({"partial_rotary_factor": 0.4}, r"partial_rotary_factor must be in \(0, 1\] and rotate an even .* got 0.4"),
         ({"window_pattern": ()}, "window_pattern must have at least one entry, got none"),
         (
+            {"window_pattern": (True, False)},
+            r"window_pattern has no effect without sliding_window, got \(True, False\)",
+        ),
+        (
+            {"sliding_window": 4, "window_pattern": (False,)},
+            r"sliding_window has no effect with window_pattern \(False,\), got 4",
+        ),
+        (
+            {"query_scalar": 8, "attention_multiplier": 0.5},
+            "query_scalar and attention_multiplier are mutually exclusive, got both",
+        ),
+        (
             {"rope": RopeScaling("longrope", 2.0, 8, rope_short_factor=(1.0,) * 4, rope_long_factor=(1.0,))},
             "rope_long_factor must have 4 entries, got 1",
         ),

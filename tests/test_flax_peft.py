@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from flax_models import export
 from flax_models.data.batches import Batch
 from flax_models.errors import RunError
-from flax_models.hub.adapter_folder import load_adapter, read_adapter_config, save_adapter
+from flax_models.hub.adapter_folder import NEUTRAL, READ, load_adapter, read_adapter_config, save_adapter
 from flax_models.hub.weights import load, save
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora import adapt, adapted_projections, merge
@@ -245,6 +245,12 @@ def test_invalid_adapter_folder_is_one_line(tmp_path):
     file.write_text(json.dumps({name: value for name, value in values.items() if name != "r"}))
     with pytest.raises(RunError, match=r"adapter_config\.json: r is missing"):
         read_adapter_config(adapter)
+    file.write_text(json.dumps({**values, "lora_dropout": 0.05}))
+    assert read_adapter_config(adapter) == LoraConfig(2, 4.0, ("query", "up"), adapter=adapter)
+    with pytest.raises(
+        RunError, match=r"config\.json: lora_dropout must be 0, because .* no dropout, got 0\.05; set it"
+    ):
+        parse(["--weights", str(base), "--adapter", str(adapter)])
     file.write_text(json.dumps(values))
     with pytest.raises(RunError, match="--lora-rank must be 2, as in the folder of --adapter, got 3"):
         parse(["--weights", str(base), "--adapter", str(adapter), "--lora-rank=3"])
@@ -266,6 +272,19 @@ def test_invalid_adapter_folder_is_one_line(tmp_path):
             loaded(dataclasses.replace(lora, **options))
     with pytest.raises(RunError, match=r"cannot read .*absent/adapter_model\.safetensors"):
         loaded(lora, tmp_path / "absent")
+
+
+def test_every_field_of_peft_is_read_or_has_no_effect_or_is_refused(tmp_path):
+    peft, file = import_peft(), tmp_path / "adapter_config.json"
+    values = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    refused = {field.name for field in dataclasses.fields(peft.LoraConfig)} - READ - NEUTRAL
+    assert {"use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save"} < refused
+    for name, value in itertools.product(sorted(refused), (True, 0, [0], {"q_proj": 0}, "all")):
+        file.write_text(json.dumps({**values, name: value}))
+        with pytest.raises(RunError, match=rf"adapter_config\.json: {name} must not be set, got"):
+            read_adapter_config(tmp_path)
+    file.write_text(json.dumps({**values, **dict.fromkeys(refused)}))
+    assert read_adapter_config(tmp_path) == LoraConfig(2, 4.0, ("query",), adapter=tmp_path)
 
 
 def test_damaged_adapters_are_refused_before_the_data_is_encoded(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Runs that are stopped or killed, that diverge, or whose disk is full lose nothing that a checkpoint contains."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,8 @@ from flax_runs import (
 
 from flax_models.errors import RunError
 from flax_models.model.decoder import Decoder, ModelConfig
-from flax_models.train.checkpoint import MANIFEST, Checkpoints
+from flax_models.train import checkpoint
+from flax_models.train.checkpoint import MANIFEST, Checkpoints, steps_in
 from flax_models.train.config import TrainConfig
 from flax_models.train.metrics import MetricsLog, read_rows
 from flax_models.train.optimizers import learning_rate_schedule
@@ -158,8 +161,10 @@ def test_resuming_a_finished_run_takes_no_step_and_reports_again_with_moved_text
     assert (copied / "runs" / "whole" / "result.json").exists()
 
 
-def test_finished_run_can_be_extended(copied, capsys):
+def test_finished_run_can_be_extended(copied, monkeypatch, capsys):
     folder = copied / "runs" / "whole"
+    original, evaluated = Trainer.held_out_loss, []
+    monkeypatch.setattr(Trainer, "held_out_loss", lambda *given: evaluated.append(original(*given)) or evaluated[-1])
     before = read_rows(folder)
     again = ["--name", "whole", "--resume"]
     assert train(copied, *again, "--steps", "7") == 1
@@ -184,9 +189,11 @@ def test_finished_run_can_be_extended(copied, capsys):
     assert added[0]["learning_rate"] == pytest.approx(rate)
     assert rate > 0.1 * config.learning_rate
     assert kept(folder) == [9, 10]
+    assert [row["held_out_loss"] for row in rows if "held_out_loss" in row][-1:] == evaluated, "computed once"
 
     assert train(copied, *again) == 0
     out = capsys.readouterr().out
+    assert json.loads((folder / "result.json").read_text())["held_out_loss"] == evaluated[0] == evaluated[1]
     assert "from step 10" in out
     assert "note" not in out
 
@@ -298,6 +305,61 @@ def test_if_all_checkpoints_are_damaged_each_is_reported_and_kept(copied, capfd)
     assert "checkpoints has no checkpoint" in one_line(capfd.readouterr().err)
 
 
+def raise_io_error(*arguments: object) -> NoReturn:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(manifest, copied, monkeypatch):
+    """The second attempt reads the same files, so nothing may be renamed because of the first."""
+    folder = copied / "runs" / "whole" / "checkpoints"
+    checkpoints, like = Checkpoints(folder, writes=True), small_trainer().initial
+    place, name, file = (checkpoint, "_checksum", r"[\w/.-]+: ") if manifest else (checkpoints, "_read", "")
+    if not manifest:
+        (folder / "8" / MANIFEST).unlink()
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, raise_io_error)
+            with pytest.raises(
+                RunError, match=rf"^cannot read the checkpoint {folder}/8: {file}\[Errno 5\] [^;]*; nothing was renamed"
+            ):
+                checkpoints.restore(like)
+        assert {path.name for path in folder.iterdir()} == {"6", "8"}
+    assert int(checkpoints.restore(like)[0].step) == 8
+    checkpoints.close()
+
+
+def test_only_wrong_content_is_set_aside(copied, monkeypatch):
+    """If the files match the manifest, an error of the storage library is no damage, for example too little memory."""
+    folder, like = copied / "runs" / "whole" / "checkpoints", small_trainer().initial
+    checkpoints = Checkpoints(folder, writes=True)
+    original = Checkpoints._read
+
+    def fail(checkpoints: Checkpoints, step: int, like: TrainState):
+        if step == 8:
+            raise ValueError("no memory")
+        return original(checkpoints, step, like)
+
+    monkeypatch.setattr(Checkpoints, "_read", fail)
+    with pytest.raises(RunError, match="8: no memory; nothing was renamed"):
+        checkpoints.restore(like)
+    reader = Checkpoints(folder)
+    assert int(reader.restore(like)[0].step) == 6, "a reader that may use an older checkpoint reads it"
+    (folder / "8" / MANIFEST).unlink()
+    assert int(checkpoints.restore(like)[0].step) == 6
+    assert {path.name for path in folder.iterdir()} == {"6", "8.broken"}
+    for each in (reader, checkpoints):
+        each.close()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_taken_as_empty(tmp_path):
+    assert steps_in(tmp_path / "absent") == []
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="Not a directory"):
+        steps_in(tmp_path / "file")
+
+
 def test_a_checkpoint_without_its_manifest_is_still_read(copied, capfd):
     """This is the state after a process is killed between writing the checkpoint and writing its manifest."""
     (copied / "runs" / "whole" / "checkpoints" / "8" / MANIFEST).unlink()
@@ -402,7 +464,7 @@ def test_metrics_on_a_full_disk_raise_with_the_file(tmp_path):
     assert [row["step"] for row in rows] == list(range(len(rows)))
 
 
-def test_metrics_after_the_checkpoint_and_an_incomplete_line_are_dropped(tmp_path):
+def test_metrics_after_the_checkpoint_and_an_incomplete_line_are_dropped(tmp_path, monkeypatch):
     log = MetricsLog(tmp_path, after=0)
     for step in range(1, 5):
         log.write(step, loss=float(step))
@@ -416,6 +478,11 @@ def test_metrics_after_the_checkpoint_and_an_incomplete_line_are_dropped(tmp_pat
     log.close()
     assert read_rows(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": "inf"}]
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", raise_io_error)
+        with pytest.raises(RunError, match=r"cannot read .*metrics.jsonl: Input/output"):
+            MetricsLog(tmp_path, after=2)
+    assert path.read_text().startswith('{"step": 1}\n')
     with pytest.raises(RunError, match=r"metrics.jsonl, line 2 is not a row of metrics"):
         read_rows(tmp_path)
 

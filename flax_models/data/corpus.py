@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from flax_models.data.dialogue import Dialogue, Document
 from flax_models.data.records import read_records
@@ -143,12 +144,21 @@ def _files(paths: Sequence[Path]) -> Iterator[tuple[str, Path, bool]]:
         if root.is_file():
             yield root.name, root, True
         elif root.is_dir():
-            for path in sorted(root.rglob("*")):
-                relative = path.relative_to(root)
-                if path.is_file() and not any(part.startswith(".") for part in relative.parts):
-                    yield relative.as_posix(), path, False
+            for path in sorted(_visible(root)):
+                yield path.relative_to(root).as_posix(), path, False
         else:
             raise RunError(f"--data: no such file or folder: {root}")
+
+
+def _visible(root: Path) -> Iterator[Path]:
+    """Yields the files in a folder that are not hidden; raises RunError if a folder in it cannot be read."""
+
+    def fail(error: OSError) -> NoReturn:  # rglob would leave out the folder
+        raise RunError(f"--data: cannot read {error.filename}: {error.strerror}")
+
+    for folder, folders, files in root.walk(on_error=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (path for name in files if not name.startswith(".") and (path := folder / name).is_file())
 
 
 def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:

@@ -10,7 +10,9 @@ This leaves each projection's adapter unchanged. peft scales by alpha / rank, so
 as the rank. Only families with separate projections can be read: an adapter that was trained on a fused module is not
 block-diagonal.
 
-Reading fails closed, as for a model's config.json: an unknown field that may change the result is an error.
+Reading fails closed, as for a model's config.json: an unknown field that may change the result is an error. Dropout
+(`lora_dropout`) has no effect on the outputs and the merged weights. Training has no dropout, so a run does not start
+from adapters that ask for it.
 """
 
 import json
@@ -53,7 +55,8 @@ PROJECTIONS: dict[str, Projection] = {
     "down_proj": "down",
 }
 READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_dora", "init_lora_weights", "bias"})
-# Fields that do not change what an adapter computes, at least while the other fields are unset.
+# Fields that do not change what an adapter computes, at least while the other fields are unset. `read_adapter_config`
+# refuses lora_dropout if the adapters will be trained.
 NEUTRAL = frozenset(
     {
         "auto_mapping",
@@ -125,11 +128,13 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
         raise RunError(f"cannot write {folder}: {error}") from None
 
 
-def read_adapter_config(folder: Path) -> LoraConfig:
-    """Returns the options of a run that starts from an adapter folder.
+def read_adapter_config(folder: Path, *, trains: bool = False) -> LoraConfig:
+    """Returns the options of the adapters in a folder.
 
     Args:
         folder: holds adapter_config.json.
+        trains: the adapters will be trained. Then a `lora_dropout` other than 0 is an error, because training has no
+            dropout. It has no effect on the outputs of the model and on the merged weights.
 
     Raises:
         RunError: the file cannot be read, or a field asks for something that is not supported.
@@ -142,8 +147,13 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         if (value := values.get(name, possible[0])) not in possible:
             raise RunError(f"{where}: {name} must be one of {possible}, got {value!r}")
     for name in sorted(set(values) - READ - NEUTRAL):
-        if values[name]:
+        if values[name] or type(values[name]) is int:  # 0 may be the index of a layer
             raise RunError(f"{where}: {name} must not be set, got {values[name]!r}")
+    if trains and (dropout := values.get("lora_dropout")):
+        raise RunError(
+            f"{where}: lora_dropout must be 0, because training has no dropout, got {dropout!r}; "
+            f"set it to 0 in the file to train the adapters without dropout"
+        )
     modules = values.get("target_modules")
     if not isinstance(modules, list) or not modules or any(name not in [*PROJECTIONS] for name in modules):
         raise RunError(f"{where}: target_modules must be a list of {', '.join(PROJECTIONS)}, got {modules!r}")

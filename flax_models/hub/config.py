@@ -176,6 +176,8 @@ class _Fields:
         read = COMMON | set(FAMILIES[family])
         if odd := sorted(set(ignored) & read):
             raise RunError(f"--ignore-config-fields: model_type {family} needs {', '.join(odd)}")
+        if absent := sorted(set(ignored) - set(values)):
+            raise RunError(f"--ignore-config-fields must be fields of {where}, got {', '.join(absent)}")
         self.values = values = {name: value for name, value in values.items() if name not in ignored}
         if unknown := sorted(set(values) - read - NEUTRAL - INERT - DROPOUT - set(FIXED)):
             shown = ", ".join(f"{name} ({_short(values[name])})" for name in unknown)
@@ -191,8 +193,9 @@ class _Fields:
             raise self.refuse("num_hidden_layers", f"at most {MOST_LAYERS:,}", layers)
         if layers < 0:
             raise self.refuse("num_hidden_layers", "at least 0", layers)
-        if values.get("num_attention_heads") == 0:
-            raise self.refuse("num_attention_heads", "at least 1", 0)
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "original_max_position_embeddings"):
+            if values.get(name) == 0:
+                raise self.refuse(name, "at least 1", 0)
 
     def _check_types(self) -> None:
         for name, value in self.values.items():
@@ -275,34 +278,44 @@ def _windows(fields: _Fields, num_layers: int, rotates: tuple[bool, ...]) -> tup
     types = fields["layer_types"]
     if types is None:
         if fields.family == "gemma2":
-            return window, (True, False)
-        if fields.family == "smollm3":  # the layers without rotation have the window
-            return window, ((True,) if window is None else tuple(not value for value in rotates))
-        types = ["full_attention"] * num_layers
-        if window is not None:
-            first = fields["max_window_layers"]
-            types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+            slides = [i % 2 == 0 for i in range(num_layers)]
+        elif window is None:
+            slides = [False] * num_layers
+        elif fields.family == "smollm3":  # the layers without rotation have the window
+            slides = [not rotates[i % len(rotates)] for i in range(num_layers)]
+        elif (first := fields["max_window_layers"]) is None:
+            raise fields.refuse("max_window_layers", "an integer", first)
+        else:
+            slides = [i >= first for i in range(num_layers)]
+        types = ["sliding_attention" if slide else "full_attention" for slide in slides]
     known = ("sliding_attention", "full_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(name not in known for name in types):
         raise fields.refuse("layer_types", f"sliding_attention or full_attention for {num_layers} layers", types)
-    if window is None:
-        return None, (True,)
     sliding = tuple(name == "sliding_attention" for name in types)
     if not any(sliding):
         return None, (True,)
+    if window is None:
+        raise fields.refuse("sliding_window", "used, because layers have sliding_attention", None)
     return window, _shortest(sliding)
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that define the rotary embedding."""
-    where = "rope_scaling" if fields.optional("rope_scaling") else "rope_parameters"
-    values = fields.optional(where) or {}
+    given = [name for name in ("rope_scaling", "rope_parameters") if fields.optional(name) is not None]
+    if len(given) == 2 and fields["rope_scaling"] != fields["rope_parameters"]:
+        raise fields.refuse("rope_scaling", "absent or equal to rope_parameters", fields["rope_scaling"])
+    where = given[0] if given else "rope_parameters"
+    values = fields[where] if given else {}
     if not isinstance(values, dict):
         raise fields.refuse(where, "an object", values)
     values = dict(values)
     _check_rope_types(values, fields, where)
+    for name in sorted({"rope_theta", "partial_rotary_factor"} & set(values) & set(fields.values)):
+        if fields[name] != values[name]:
+            raise fields.refuse(name, f"{values[name]}, as in {where}", fields[name])
     theta = values.pop("rope_theta", fields["rope_theta"])
-    partial = values.pop("partial_rotary_factor", fields.optional("partial_rotary_factor") or 1.0)
+    partial = values.pop("partial_rotary_factor", fields.optional("partial_rotary_factor"))
+    partial = 1.0 if partial is None else partial
     if partial != 1.0 and fields.family != "phi3":
         raise fields.refuse("partial_rotary_factor", f"1.0 for model_type {fields.family}", partial)
     try:

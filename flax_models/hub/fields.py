@@ -53,7 +53,6 @@ INERT = frozenset(
         "unsloth_fixed",
         "unsloth_version",
         "unsloth_tiled_mlp",
-        "neftune_noise_alpha",
         "torchscript",
         "use_bfloat16",
         "finetuning_task",
@@ -70,8 +69,10 @@ INERT = frozenset(
         *("repetition_penalty", "return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p"),
     }
 )
-# Dropout rates. The decoder has no dropout; a nonzero rate is reported in a note.
-DROPOUT = frozenset({"attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout"})
+# Rates of dropout and of noise in training. The decoder has neither; a nonzero rate is reported in a note.
+DROPOUT = frozenset(
+    {"attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout", "neftune_noise_alpha"}
+)
 # Fields with the only values that the decoder supports.
 FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),

@@ -97,7 +97,7 @@ class ModelConfig:
     query_scalar: int | None = None
     """Attention scores are divided by sqrt(query_scalar); None: by sqrt(head_dim) (Gemma 2)."""
     attention_multiplier: float | None = None
-    """Factor on the attention scores, used instead of query_scalar (Granite)."""
+    """Factor on the attention scores; not together with query_scalar (Granite)."""
     rotary_pattern: tuple[bool, ...] = (True,)
     """Which layers rotate queries and keys; the pattern repeats over the layers (SmolLM 3: True True True False)."""
     attention_softcap: float | None = None
@@ -105,7 +105,7 @@ class ModelConfig:
     sliding_window: int | None = None
     """Maximum number of positions that a layer with a window attends to, including its own; None: all earlier ones."""
     window_pattern: tuple[bool, ...] = (True,)
-    """Which layers have the window; the pattern repeats over the layers (Gemma 2: True False)."""
+    """Which layers have the window of sliding_window; the pattern repeats over the layers (Gemma 2: True False)."""
     logit_softcap: float | None = None
     """Logits z become cap * tanh(z / cap), in the loss (Gemma 2)."""
     logit_scale: float = 1.0
@@ -154,6 +154,14 @@ class ModelConfig:
         for name in ("window_pattern", "rotary_pattern"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must have at least one entry, got none")
+        if self.sliding_window is None and self.window_pattern != (True,):
+            raise ValueError(f"window_pattern has no effect without sliding_window, got {self.window_pattern}")
+        if self.sliding_window is not None and not any(self.window_pattern):
+            raise ValueError(
+                f"sliding_window has no effect with window_pattern {self.window_pattern}, got {self.sliding_window}"
+            )
+        if self.query_scalar is not None and self.attention_multiplier is not None:
+            raise ValueError("query_scalar and attention_multiplier are mutually exclusive, got both")
         if self.query_key_norm and self.joint_query_key_norm:
             raise ValueError("query_key_norm and joint_query_key_norm are mutually exclusive, got both")
         self.rope.check(self.rotary_dim)

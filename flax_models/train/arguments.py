@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         return _read_all(arguments, CONFIGS[early.config or "tiny"]), None
     defaults = fine_tuning(early.config, early.weights, _shape_of(early.weights, early.ignore_config_fields))
     if early.adapter is not None:
-        defaults = dataclasses.replace(defaults, lora=read_adapter_config(early.adapter))
+        defaults = dataclasses.replace(defaults, lora=read_adapter_config(early.adapter, trains=True))
     config = _read_all(arguments, defaults)
     check_shape(config.model, early.weights, config.ignore_config_fields)
     if early.adapter is not None:

@@ -6,7 +6,8 @@ would read buffers that have already been overwritten.
 Orbax writes a checkpoint to a temporary folder and renames it when it is complete. A process killed at any time leaves
 complete checkpoints, and possibly a temporary folder that the next run removes. Then `files.json` is added, with the
 size and CRC-32 of each file and the shape and dtype of each array. It is verified before a checkpoint is read. If a
-file is truncated, missing or changed, the error names it on one line, and an older checkpoint is used.
+file is truncated, missing or changed, the error names it on one line, and an older checkpoint is used. If a file
+cannot be read, for example because of an I/O error, its content may be right. Then a run ends with an error.
 
 If a run has several processes, each writes and reads the arrays of its devices, in a folder that all of them have.
 Process 0 writes and verifies `files.json`.
@@ -31,8 +32,15 @@ BROKEN = ".broken"  # suffix of the folder of a damaged checkpoint
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps of the checkpoints in a folder, including damaged ones; none if there is no folder."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    """Returns the steps of the checkpoints in a folder, including damaged ones; none if there is no folder.
+
+    Raises:
+        OSError: the folder cannot be read. It may have checkpoints.
+    """
+    try:
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    except FileNotFoundError:
+        return []
 
 
 def unused_path(folder: Path, suffix: str) -> Path:
@@ -126,8 +134,9 @@ class Checkpoints:
             (state, sampler state).
 
         Raises:
-            RunError: there is no checkpoint, none can be read, the latest is damaged and `allow_older` is False, or the
-                arrays of the checkpoint have other shapes or dtypes than `like`.
+            RunError: there is no checkpoint, none can be read, the latest is damaged and `allow_older` is False, the
+                arrays of the checkpoint have other shapes or dtypes than `like`, or the run itself (`writes`) cannot
+                read a checkpoint whose content is not known to be wrong. Nothing is renamed then.
         """
         found = from_first(" ".join(map(str, sorted(self._manager.all_steps(), reverse=True))))
         steps = [*map(int, found.split())]  # another host may not see the newest folder yet
@@ -141,21 +150,25 @@ class Checkpoints:
         faults: list[str] = []
         for step in steps:
             folder = self._folder / str(step)
-            fault = from_first((_fault(folder) or "") if is_first() else "") or None
+            fault, damaged = json.loads(from_first(json.dumps(_fault(folder) if is_first() else None)))
             if fault is None:
                 _check_arrays(folder, like)
                 try:
                     restored = self._read(step, like)
                 except Exception as error:  # a damaged file raises one of many types, with a long message
                     fault = first_line(error)
-                    if jax.process_count() > 1:  # others may have read it
-                        raise RunError(f"cannot read the checkpoint {folder}: {fault}") from None
+                    # Files that match MANIFEST are not damaged, and other processes may have read them.
+                    damaged = not (
+                        isinstance(error, OSError) or (folder / MANIFEST).exists() or jax.process_count() > 1
+                    )
                 else:
                     if self._writes:
                         self._set_aside(steps[: len(faults)])
                     self.skipped = faults
                     return restored
             faults.append(f"cannot read the checkpoint {folder}: {fault}")
+            if not damaged and (self._writes or jax.process_count() > 1):
+                raise RunError(f"{'; '.join(faults)}; nothing was renamed, and --resume tries again")
             if not allow_older and len(steps) > 1:
                 raise RunError(
                     f"{faults[0]}; use --allow-older for the latest checkpoint that can be read, "
@@ -225,21 +238,24 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _fault(folder: Path) -> str | None:
-    """Describes the damage to the files of a checkpoint; None if all files match MANIFEST."""
+def _fault(folder: Path) -> tuple[str | None, bool]:
+    """Returns why a checkpoint cannot be used, None if all files match MANIFEST, and whether its content is wrong."""
+    name = MANIFEST
     try:
         manifest = _manifest(folder)
         for name, (size, checksum) in ({} if manifest is None else manifest["files"]).items():
             path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+            if (found := path.stat().st_size) != size:
+                return f"{name} has {found:,} bytes instead of {size:,}", True
             if _checksum(path) != checksum:
-                return f"{name} was changed after it was written (its checksum differs)"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST}: {first_line(error)}"
-    return None
+                return f"{name} was changed after it was written (its checksum differs)", True
+    except FileNotFoundError:
+        return f"{name} is missing", True
+    except OSError as error:
+        return f"{name}: {first_line(error)}", False
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST}: {first_line(error)}", True
+    return None, False
 
 
 def _check_arrays(folder: Path, like: TrainState) -> None:

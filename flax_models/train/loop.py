@@ -155,8 +155,8 @@ def _describe_idle(idle: list[Part], parts: tuple[Part, ...]) -> str:
     return f"only {trained:,} of {expected:,} parameters train; the gradient is always zero for {idle[0].name}{more}"
 
 
-def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState:
-    """Runs the remaining steps and returns the final state.
+def train(state: TrainState, config: TrainConfig, parts: RunParts) -> tuple[TrainState, float]:
+    """Runs the remaining steps and returns the final state and its held-out loss.
 
     Args:
         state: state to continue from.
@@ -164,7 +164,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
         parts: all other objects; the sampler must be at the position of `state`.
 
     Returns:
-        The state after `config.steps` steps; it has been saved.
+        (state after `config.steps` steps, held-out loss in nats per token). The state has been saved.
 
     Raises:
         RunError: a loss or a gradient is not finite, gradients are zero, or a file cannot be written.
@@ -172,6 +172,11 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
     """
     start = int(jax.device_get(state.step))
     fetcher, clock = _Fetcher(parts), parts.clock
+    loss = None
+
+    def held_out_loss() -> float:
+        with clock.part("held-out losses"):
+            return parts.trainer.held_out_loss(parts.trainer.evaluated(state), parts.held_out)
 
     def save(step: int) -> None:
         with clock.part("checkpoints"):
@@ -201,8 +206,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
             if evaluate or keep:
                 fetcher.fetch(keep=0)
                 if evaluate:
-                    with clock.part("held-out losses"):
-                        loss = parts.trainer.held_out_loss(parts.trainer.evaluated(state), parts.held_out)
+                    loss = held_out_loss()
                     parts.metrics.write(step, held_out_loss=loss)
                     parts.display.line(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
                 if keep:
@@ -214,4 +218,4 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
                 fetcher.fetch(keep=0)
                 save(step)
                 raise Stopped(received, f"step {step:,} of {config.steps:,} is saved; --resume continues from it")
-    return state
+    return state, held_out_loss() if loss is None else loss  # None: no step was left

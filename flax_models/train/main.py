@@ -207,7 +207,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         )
         trained = time.monotonic()
         try:
-            state = train(state, train_config, parts)
+            state, loss = train(state, train_config, parts)
             trained = time.monotonic() - trained
         finally:
             parts.tracer.stop()
@@ -217,12 +217,10 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         if config.profile and first:
             _report_times(parts, train_config.steps - start, trained)
 
-        params = trainer.evaluated(state)
-        loss = trainer.held_out_loss(params, data.held_out)
         _report(loss, data, display)
         display.line()
         with trainer.context():
-            sample = generate_sample(trainer.model(params), prompt, text, config)
+            sample = generate_sample(trainer.model(trainer.evaluated(state)), prompt, text, config)
         display.line(sample)
         seconds = time.monotonic() - began
         result = {

@@ -27,13 +27,15 @@ def read_rows(folder: Path) -> list[Row]:
     """Returns the rows of a run in order; an incomplete last line, left by a crash, is ignored.
 
     Raises:
-        RunError: another line is not a valid row. The message names the line.
+        RunError: another line is not a valid row, and the message names it, or the file cannot be read.
     """
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
+    path, rows = folder / "metrics.jsonl", []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    rows = []
-    lines = path.read_bytes().split(b"\n")
+    except OSError as error:  # not taken as absent: `MetricsLog` would write the file without its rows
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
     for number, line in enumerate(lines[:-1], start=1):  # the part after the last "\n" is empty or incomplete
         try:
             row = json.loads(line)
