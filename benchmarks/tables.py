@@ -2,7 +2,9 @@
 
 With `--grid` it prints the grid of published heads instead, a line for each head. With `--hosts` it prints rows of
 `benchmarks.hosts`, and with `--mesh` those of `benchmarks.train --rows mesh mesh-8b`; without `--json` these are all in
-results/, and it also writes them into docs/hosts.md and docs/scale.md.
+results/, and it also writes them into docs/hosts.md and docs/scale.md. With `--objectives` it prints the ratios of
+recorded losses other than the mean loss and the bars that they miss, and writes them into docs/performance.md and
+experiments.md.
 
 Every ratio has its milliseconds. The time of the floor depends on what runs between its calls, so ratios to two
 floors cannot be compared without them.
@@ -16,7 +18,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hosts_table, mesh_table
+from benchmarks import hosts_table, mesh_table, objectives_table
 from benchmarks.methods import out_of_memory
 from benchmarks.results import MIB, RECORDED, shown
 from benchmarks.shapes import GRID_MODES, GRID_N, HEADS, SMALL_N, SWEEP_N, Head
@@ -203,7 +205,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--hosts", action="store_true", help="rows of benchmarks.hosts")
     other.add_argument("--mesh", action="store_true", help="rows of benchmarks.train on a mesh")
+    other.add_argument("--objectives", action="store_true", help="recorded losses other than the mean loss")
     options = parser.parse_args(arguments)
+    if options.objectives:
+        if options.json:
+            parser.error(f"--objectives prints recorded rows, so --json must be absent, got {options.json[0]}")
+        for place, lines in objectives_table.objective_tables(RECORDED.parent).items():
+            print("\n".join([*lines, ""]))
+            place.write(lines)
+        return
     for chosen, place, file, lines_of in (
         (options.hosts, hosts_table.PLACE, hosts_table.FILE, hosts_table.hosts_tables),
         (options.mesh, mesh_table.PLACE, mesh_table.FILE, mesh_table.mesh_table),

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 import core_triton
-from benchmarks import data, jax_bench, jax_methods, jax_programs, linear_ce, torch_methods
+from benchmarks import data, jax_bench, jax_methods, jax_programs, linear_ce, objectives_table, tables, torch_methods
 from benchmarks.methods import Method
+from benchmarks.page_tables import Place
+from benchmarks.results import RECORDED
 from benchmarks.shapes import MODES, OBJECTIVE_MODES, OBJECTIVE_SHAPES, SHAPES, Mode, Objective, plan
 from linear_ce.reference import reference_loss, reference_token_loss
 from linear_ce.spec import LossSpec
@@ -291,3 +294,71 @@ def test_matmuls_of_float32_arrays_are_not_in_tf32(dtype: str, exact: bool) -> N
     for text in (floor, call):
         assert text.count("dot_general") == 3
         assert text.count("HIGHEST") == (6 if exact else 0)  # of both operands
+
+
+def test_tables_mark_the_ratios_above_their_bar(tmp_path: Path) -> None:
+    kept = {"dtype": "bfloat16", "status": "ok", "ratio_p20": 1.0, "ratio_p80": 2.0, "ms": 10.0, "pairs": 12}
+
+    def row(mode: str, method: str, shape: str, ratio: float, **others: Any) -> dict[str, Any]:
+        return {
+            **kept,
+            "mode": mode,
+            "method": method,
+            "shape": shape,
+            "ratio": ratio,
+            "commit": "0123456789",
+            **others,
+        }
+
+    rows = {
+        ("h200", "torch"): [
+            row("log-probs", "triton", "llama3-8b", 1.38),
+            row("log-probs", "triton", "qwen2.5-0.5b", 1.4504),  # above its bar before it is rounded
+            row("log-probs", "trl", "llama3-8b", 1.5),
+            row("log-probs", "triton", "qwen3-8b", 3.0, status="failed"),
+            row("log-probs-saved", "trl", "llama3-8b", 1.5),
+            row("train", "eager", "llama3-8b", 1.5, dtype="float16", commit=f"{objectives_table.OLD_FLOOR}01"),
+        ],
+        ("h100", "jax"): [
+            row("log-probs", "mosaic", "gemma2-2b", 1.4),
+            row("log-probs-200", "mosaic", "qwen3-8b", 2.0),
+        ],
+    }
+    for gpu, framework in product(objectives_table.GPUS, ("torch", "jax")):
+        file = tmp_path / gpu / f"{framework}-objectives.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"rows": rows.get((gpu, framework), [])}))
+    found = objectives_table.objective_tables(tmp_path)
+    bars = "1.38; Qwen2.5-0.5B: 1.45"
+    assert found[objectives_table.PLACE][2:] == [
+        f"| log-probabilities, core_triton | {bars} | 1.380 / - | **1.450** / - | - | - |",
+        f"| log-probabilities, jax_pallas | {bars} | - | - | - / **1.400** | - |",
+        "| log-probabilities, trl |  | 1.50 / - | - | - | - |",
+        "| log-probabilities in 200 MiB, jax_pallas | - | - | - | - | - / 2.000 |",
+        "| float16, eager |  | 1.50 (*) / - | - | - | - |",
+    ]
+    assert [found[place][2:] for place in objectives_table.MISSED.values()] == [
+        ["| log-probabilities | core_triton | Qwen2.5-0.5B | 1.45 | 1.450 (1.000 to 2.000) | 10.00 | 12 | 0123456 |"],
+        ["| log-probabilities | jax_pallas | Gemma 2 2B | 1.38 | 1.400 (1.000 to 2.000) | 10.00 | 12 | 0123456 |"],
+    ]
+
+
+def test_the_pages_have_the_tables_of_objectives(capsys: pytest.CaptureFixture[str]) -> None:
+    for place, lines in objectives_table.objective_tables(RECORDED.parent).items():
+        text = place.page.read_text()
+        assert place.filled(text, lines) == text
+    with pytest.raises(SystemExit):
+        tables.main(["--objectives", "--json", "rows.json"])
+    assert "--json must be absent, got rows.json" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_tables_of_objectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    place = Place(page, "objectives")
+    page.write_text(f"{place.begin}\nold\n{place.end}\n")
+    monkeypatch.setattr(objectives_table, "objective_tables", lambda results: {place: [str(results.name)]})
+    tables.main(["--objectives"])
+    assert page.read_text() == f"{place.begin}\n\nresults\n\n{place.end}\n"
+    assert capsys.readouterr().out == "results\n\n"
