@@ -1,7 +1,8 @@
 """Makes the pictures of the recorded results: `python -m benchmarks.plot`.
 
 For each shape time against memory, all methods of both frameworks in one picture; for each framework time and memory
-against N and against V. Train mode, bfloat16, peaked targets.
+against N and against V. Train mode, bfloat16, peaked targets. Points of our methods are the newest of torch.json and
+torch-grid.json (jax.json and jax-grid.json), as in the tables of the pages; all others are of torch.json (jax.json).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.results import MIB, RECORDED, shown
+from benchmarks.results import MIB, RECORDED, same_measurement, shown
 from benchmarks.shapes import NAMED
 from parity.backends import FRAMEWORKS
 
@@ -43,6 +44,11 @@ Row = dict[str, Any]
 def load(paths: Iterable[Path]) -> tuple[list[Row], str]:
     """Returns the rows that the pictures show, each with its framework, and the device.
 
+    A row of our methods is replaced by that of the grid if the grid's is newer.
+
+    Args:
+        paths: of results. A file NAME-grid.json beside NAME.json is read too.
+
     Raises:
         ValueError: there are none, or the files are of different devices.
     """
@@ -51,7 +57,14 @@ def load(paths: Iterable[Path]) -> tuple[list[Row], str]:
         content = json.loads(path.read_text())
         devices.add(content["device"])
         framework = "torch" if "torch" in content["versions"] else "jax"
-        rows += [{**row, "framework": framework} for row in content["rows"]]
+        of_grid: list[Row] = []
+        if (grid := path.with_stem(f"{path.stem}-grid")).exists():
+            content_of_grid = json.loads(grid.read_text())
+            devices.add(content_of_grid["device"])
+            of_grid = [row for row in content_of_grid["rows"] if row["ms"]]
+        for row in content["rows"]:
+            same = [other for other in of_grid if same_measurement(row, other)] if row["kind"] == "ours" else []
+            rows.append({**max([row, *same], key=lambda one: one["date"]), "framework": framework})
     if len(devices) > 1:
         raise ValueError(f"results must be of one device, got {', '.join(sorted(devices))}")
     shown = [

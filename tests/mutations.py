@@ -1710,6 +1710,16 @@ HOSTS_TRANSFORMERS = (
 
 OF_HF = tests("benchmarks_train", "transformers or another_process or other_devices")
 BENCHMARKS_TRAIN = (
+    Mutation("benchmarks/plot.py", "max([row, *same]", "max([row]", tests("benchmarks", "newest_row")),
+    Mutation("benchmarks/plot.py", "same_measurement(row, other)", "True", tests("benchmarks", "newest_row")),
+    Mutation(
+        "benchmarks/objectives_table.py", 'row["ratio"] > bar', 'round(row["ratio"], 2) > bar',
+        tests("benchmarks_objectives", "above_their_bar"),
+    ),
+    Mutation(
+        "benchmarks/objectives_table.py", "self.other_bars.get(head, self.bar)", "self.bar",
+        tests("benchmarks_objectives", "above_their_bar"),
+    ),
     Mutation("benchmarks/timing.py", "agreed(block(1) / 1000)", "block(1) / 1000", tests("benchmarks_timing", "agree")),
     Mutation("benchmarks/train_process.py", '"status": "ok", **figures}', '**figures, "status": "ok"}', OF_HF),
     Mutation("benchmarks/train_torch.py", "< FIRST_LOSS:", "< math.inf:", OF_HF),

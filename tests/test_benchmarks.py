@@ -324,6 +324,7 @@ def test_plots_show_the_recorded_rows(tmp_path: Path) -> None:
                 "ms": ratio * shape.n,
                 "ratio": ratio,
                 "peak_bytes": None if kind == "floor" else ratio * 1e9,
+                "date": "2026-11-24T01:39:30+00:00",
             }
             for shape in (SHAPES["llama3-8b"], SHAPES["seed"], SHAPES["v32000"])
             for method, kind, ratio in (("floor", "floor", 1.0), (names[0], "ours", 1.0), (names[1], "peer", 1.4))
@@ -338,3 +339,61 @@ def test_plots_show_the_recorded_rows(tmp_path: Path) -> None:
     (tmp_path / "torch.json").write_text(json.dumps({"device": "x", "versions": {"torch": "1"}, "rows": []}))
     with pytest.raises(ValueError, match="no timed train row"):
         plot.load([tmp_path / "torch.json"])
+
+
+def test_plots_show_the_newest_row_of_our_methods(tmp_path: Path) -> None:
+    first = {"shape": "seed", "mode": "train", "method": "triton", "dtype": "bfloat16", "targets": "peaked"}
+    first |= {"kind": "ours", "ms": 4.0, "date": "2026-11-24T01:39:30+00:00"}
+    newer = {"ms": 3.0, "date": "2026-11-27T02:40:10+00:00"}
+    newest = {"ms": 2.0, "date": "2026-11-29T02:40:10+00:00"}
+    peer = {"method": "eager", "kind": "peer"}
+    by_name = {
+        "torch": [first, first | peer, first | {"shape": "long", "date": "2026-11-28T02:40:10+00:00"}],
+        "torch-grid": [
+            first | newer,
+            first | newest | {"mode": "tight"},
+            first | newest | {"shape": "gpt2"},
+            first | newer | peer,
+            first | newer | {"shape": "long"},
+        ],
+    }
+    for name, rows in by_name.items():
+        content = {"device": "NVIDIA H200", "versions": {"torch": "1"}, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    rows, _ = plot.load([tmp_path / "torch.json"])
+    assert [(row["shape"], row["method"], row["ms"]) for row in rows] == [
+        ("seed", "triton", 3.0),  # of the grid
+        ("seed", "eager", 4.0),
+        ("long", "triton", 4.0),  # the grid's is older
+    ]
+    (tmp_path / "torch-grid.json").write_text(json.dumps({"device": "x", "versions": {"torch": "1"}, "rows": []}))
+    with pytest.raises(ValueError, match="results must be of one device, got NVIDIA H200, x"):
+        plot.load([tmp_path / "torch.json"])
+
+
+def test_the_plot_of_the_readme_shows_the_rows_of_its_table() -> None:
+    methods = {
+        "PyTorch, eager": "eager",
+        "PyTorch, torch.compile": "torch.compile",
+        "Liger 0.8.5, chunk_mem_const=8": "liger-8",
+        "quack 0.6.5, chunks of 2,048 rows": "quack-2048",
+        "cut-cross-entropy 25.1.1": "cut-cross-entropy",
+        "**core_triton**": "triton",
+        "JAX, bfloat16 logits": "bf16-logits",
+        "JAX, gradients in a scan over rows": "gradient-scan",
+        "**jax_pallas**": "mosaic",
+    }
+    text = (results.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](benchmarks/results/h200/time-memory-llama3-8b.png)" in text
+    table = text.split("| | time | ratio | workspace |")[1].split("\n\n")[0].splitlines()[2:]
+    rows, _ = plot.load([results.RECORDED / "torch.json", results.RECORDED / "jax.json"])
+    of_shape = {row["method"]: row for row in rows if row["shape"] == "llama3-8b"}
+    commits = text.split("Commits: ")[1].split("\n\n")[0]
+    for line in table:
+        name, *figures = line.strip("| ").split(" | ")
+        row = of_shape[methods.pop(name)]
+        errors = [row["err_d_input"], row["err_d_weight"]]
+        shown = [f"{row['ms']:.2f} ms", f"{row['ratio']:.2f}", f"{row['workspace_bytes'] / results.MIB:,.0f} MiB"]
+        assert figures == [*shown, *(f"{error:.1e}".replace("e-0", "e-") for error in errors)], name
+        assert row["commit"][:7] in commits, name
+    assert not methods
