@@ -32,6 +32,20 @@ def test_ci_and_the_workflow_run_the_same_checks() -> None:
     assert [step["run"] for step in jobs["quick"]["steps"] if "run" in step] == ci
 
 
+def test_core_triton_is_tested_with_every_python_that_it_claims() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    claimed = {line.rpartition(" ")[2] for line in project["classifiers"] if ":: Python :: 3." in line}
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+    [of_weekly] = [step["with"]["python-version"] for step in jobs["weekly"]["steps"] if "python" in str(step)]
+    assert {*of_weekly.split(), *jobs["pythons"]["strategy"]["matrix"]["python"]} == claimed
+    [run] = [step["run"] for step in jobs["pythons"]["steps"] if "pytest" in step.get("run", "")]
+    wildcard, others = re.findall(r"tests/\S+", run)
+    makefile = (ROOT / "Makefile").read_text()
+    of_makefile = re.search(r"^OLDEST_TESTS := \$\(wildcard (.*)\) \$\(patsubst .*,(.*)\)$", makefile, re.MULTILINE)
+    assert of_makefile is not None
+    assert (wildcard, others) == (of_makefile[1], f"tests/test_{{{','.join(of_makefile[2].split())}}}.py")
+
+
 def test_the_citation_has_the_version_and_the_license_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
