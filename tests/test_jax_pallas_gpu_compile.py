@@ -167,6 +167,10 @@ def test_temporaries_of_more_shapes(target: str) -> None:
     check(compile_all(MORE, target))
 
 
+# Each implementation with the GPUs that it runs on by default. XLA compiles no kernel that takes more shared memory
+# than its target has: 163 KB on an A100, 99 KB on an RTX 4090.
+IMPLEMENTED = [("mosaic", "h200"), ("pallas_triton", "a100"), ("pallas_triton", "rtx4090")]
+
 # XLA does not see all of the memory that kernels use while they run.
 
 KERNEL_LIMITS = {**LIMITS, "none": 640 * 2**20, "eval": 2**26}
@@ -238,7 +242,7 @@ def test_float16_compiles_and_fits(mode: str, shape: tuple[int, int], axis: int,
 
 # Equal chunks, and one chunk.
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["a100", "h200"])
+@pytest.mark.parametrize("target", ["a100", "rtx4090", "h200"])
 @pytest.mark.parametrize(("n", "shape", "axis"), [(8192, QWEN, 0), (8320, LLAMA, 1), (512, QWEN, 1)])
 def test_float16_of_pallas_triton_compiles_and_fits(
     n: int, shape: tuple[int, int], axis: int, target: str, tmp_path: Path
@@ -247,7 +251,7 @@ def test_float16_of_pallas_triton_compiles_and_fits(
     check(found, {"float16": DEFAULT_MEMORY_BUDGET})
     names = ("exponentials", "statistics", "pick", "repair", "finish_rows", "measure", "align")
     check_kernels(tmp_path, *(f"{name}_kernel" for name in names))
-    if target == "a100":
+    if target != "h200":
         check_copies(tmp_path, "exponentials_kernel")
 
 
@@ -270,6 +274,7 @@ def test_grad_into_makes_no_second_float32_head(shape: tuple[int, int], axis: in
         ("none_into", (768, 50257), 0, "mosaic", "h200"),
         ("log_probs_into", QWEN, 1, "mosaic", "h200"),
         ("none_into", QWEN, 0, "pallas_triton", "a100"),
+        ("none_into", QWEN, 0, "pallas_triton", "rtx4090"),
     ],
 )
 def test_the_backward_pass_makes_no_second_float32_head(
@@ -285,7 +290,7 @@ def test_the_backward_pass_makes_no_second_float32_head(
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", [LLAMA, QWEN])
-@pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
+@pytest.mark.parametrize(("implementation", "target"), IMPLEMENTED)
 def test_a_split_head_fits(implementation: str, target: str, shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
     found = compile_all([("split_head", 8192, *shape, axis)], target, implementation, tmp_path)
     check(found, {"split_head": DEFAULT_MEMORY_BUDGET})
@@ -309,14 +314,14 @@ def test_statistics_of_a_token_loss_fit(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
+@pytest.mark.parametrize(("implementation", "target"), IMPLEMENTED)
 def test_a_loss_of_the_entropy_fits(implementation: str, target: str) -> None:
     found = compile_all([("token_entropy", 8192, *QWEN, 0)], target, implementation)
     check(found, {"token_entropy": DEFAULT_MEMORY_BUDGET})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
+@pytest.mark.parametrize(("implementation", "target"), IMPLEMENTED)
 @pytest.mark.parametrize(("mode", "axis"), [("saved", 0), ("saved", 1), ("saved_float16", 0), ("saved_float16", 1)])
 def test_saved_rows_are_not_copied(mode: str, implementation: str, target: str, axis: int, tmp_path: Path) -> None:
     n, (d, v) = 8192, QWEN
@@ -326,7 +331,7 @@ def test_saved_rows_are_not_copied(mode: str, implementation: str, target: str, 
 
 
 def check_copies(kept: Path, *names: str) -> None:
-    """Fails where one of these kernels, for an A100, does not copy the next operands while it multiplies.
+    """Fails where one of these kernels, for sm_80 or sm_89, does not copy the next operands while it multiplies.
 
     Args:
         kept: of `compile_all`.
@@ -359,27 +364,28 @@ def check_proxy(kept: Path, shape: Shape) -> None:
     assert len(set(found.values())) == 1, f"counts of {kinds}: {found}"
 
 
-def test_pallas_triton_compiles_and_fits(tmp_path: Path) -> None:
-    check(compile_all([("train", 8320, *QWEN, 0)], "a100", "pallas_triton", tmp_path), KERNEL_LIMITS)  # equal chunks
+@pytest.mark.parametrize("target", ["a100", pytest.param("rtx4090", marks=pytest.mark.slow)])
+def test_pallas_triton_compiles_and_fits(target: str, tmp_path: Path) -> None:
+    check(compile_all([("train", 8320, *QWEN, 0)], target, "pallas_triton", tmp_path), KERNEL_LIMITS)  # equal chunks
     check_kernels(tmp_path, "exponentials_kernel", "target_rows_kernel")
     check_copies(tmp_path, "exponentials_kernel")
-    check_proxy(tmp_path, Shape("qwen", 8320, *QWEN))
+    if target == "a100":
+        check_proxy(tmp_path, Shape("qwen", 8320, *QWEN))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", ["a100", "rtx4090"])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_pallas_triton_copies_while_it_multiplies(axis: int, tmp_path: Path) -> None:
+def test_pallas_triton_copies_while_it_multiplies(axis: int, target: str, tmp_path: Path) -> None:
     # XLA's GEMMs cannot read padded exponentials, so the gradients need d_logits.
-    compile_all([("none", 8192, LLAMA[0], LLAMA[1] - 8, axis)], "a100", "pallas_triton", tmp_path)
+    compile_all([("none", 8192, LLAMA[0], LLAMA[1] - 8, axis)], target, "pallas_triton", tmp_path)
     check_copies(tmp_path, "exponentials_kernel", "d_logits_kernel")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("programs", MORE_OF_KERNELS)
-@pytest.mark.parametrize(
-    ("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "h200"), ("pallas_triton", "a100")]
-)
+@pytest.mark.parametrize(("implementation", "target"), [*IMPLEMENTED, ("pallas_triton", "h200")])
 def test_kernels_of_more_shapes_compile_and_fit(
     implementation: str, target: str, programs: str, tmp_path: Path
 ) -> None:

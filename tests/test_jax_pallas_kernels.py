@@ -436,6 +436,7 @@ IN_NO_LOSS = ("sums", "statistics", "d_logits")
     [
         pytest.param("h200", FUNCTIONS, marks=SLOW, id="h200"),
         pytest.param("a100", FUNCTIONS, marks=SLOW, id="a100"),
+        pytest.param("rtx4090", FUNCTIONS, marks=SLOW, id="rtx4090"),
         pytest.param("a100", IN_NO_LOSS, id="a100 in no loss"),
     ],
 )
@@ -444,15 +445,16 @@ def test_kernels_compile_and_fit(target: str, functions: tuple[str, ...]) -> Non
 
 
 @SLOW
-def test_kernels_with_options_compile_and_fit() -> None:
+@pytest.mark.parametrize("target", ["a100", "rtx4090"])
+def test_kernels_with_options_compile_and_fit(target: str) -> None:
     capped = {"shape": "gemma", "dtype": "bfloat16", "vocab_axis": 1, "options": True, "softcap": 30.0}
     exact = {"shape": "small", "dtype": "float32", "functions": ["exponentials"]}
-    check(compile_all("a100", [{**capped, "functions": ["repair", "repair_by_row", "finish_rows", "d_logits"]}, exact]))
+    check(compile_all(target, [{**capped, "functions": ["repair", "repair_by_row", "finish_rows", "d_logits"]}, exact]))
 
 
 @SLOW
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("target", ["h200", "a100"])
+@pytest.mark.parametrize("target", ["h200", "a100", "rtx4090"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_of_more_shapes_compile_and_fit(target: str, dtype: str) -> None:
     every = [
