@@ -358,6 +358,8 @@ def test_patch_of_tunix_computes_its_chunked_log_probabilities(
         patch(vocab_size=0)
         with pytest.raises(ValueError, match="vocab_size"):
             differentiated_log_probs(*arguments)
+        with pytest.raises(ValueError, match=r"implementation must be one of .*'chunked', got 'cuda'"):
+            patch(implementation="cuda")
         patch()  # replaces the options
         log_prob = common.compute_per_token_logps(graph, state, TOKENS, temperature, False)
         unpatch()
@@ -490,6 +492,8 @@ def test_the_registry_of_levanter_keeps_its_names_and_its_interface_is_checked()
 
         with pytest.raises(ValueError, match=r"one of levanter's implementations, \['reference'\], got 'reference'"):
             levanter.register("reference")
+        with pytest.raises(ValueError, match=r"saved_budget must not be negative \(bytes\), got -1"):
+            levanter.register(saved_budget=-1)
         with pytest.raises(ValueError, match="dtype must be at most float32, got float64"):
             levanter.linear_softmax_cross_entropy_loss(X[0], TARGET[0], X[0].T, dtype=np.float64)
         host(stand_ins.LEVANTER_API).fused_cross_entropy_loss_and_logsumexp_penalty = other_interface
@@ -632,6 +636,8 @@ def test_what_the_adapter_of_maxtext_refuses() -> None:
             vocab_tiling_nnx_loss(model, X, DATA, config, True)
         with pytest.raises(TypeError, match=r"softcap is set by the adapter, got softcap=3.0"):
             patch(softcap=3.0)
+        with pytest.raises(TypeError, match="memory_budget must be a Python int, got str"):
+            patch(memory_budget="512MiB")
         linen_model: Any = MaxTextLinenModel(MaxTextConfig(), ONE_DEVICE, V, D)
         with (
             mock.patch.object(MaxTextLinenModel, "apply"),
