@@ -1801,7 +1801,7 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/heads.py", 'if set(head.variables) - {"params"}:', "if False:", OF_JAX_HOSTS),
     Mutation("jax_pallas/hosts/heads.py", "is not getattr(base, layer.method)", "is None", OF_JAX_HOSTS),
     Mutation("jax_pallas/hosts/interface.py", "if found != tuple(names):", "if False:", OF_JAX_HOSTS),
-    Mutation("jax_pallas/hosts/interface.py", "    check_later_options(options, IMPLEMENTATIONS)\n", "", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/interface.py", "    check_later_options(options, IMPLEMENTATIONS)\n", "", TUNIX),
     Mutation(
         "jax_pallas/hosts/tunix.py", "attention_mask, **inputs)[:, :-1]", "attention_mask, **inputs)[:, 1:]", TUNIX
     ),
