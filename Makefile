@@ -14,6 +14,14 @@ INSTALL := pip install --quiet --disable-pip-version-check --retries 10
 GPU_COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 # Hosts that need other versions of some packages than the tests: their files are read or imported without these.
 HOSTS := verl==0.9.1 torchtitan==0.3.0 spmd_types==0.2.3 megatron-core==0.19.2 liger-kernel==0.8.5
+HOSTS += google-tunix==0.1.7 maxtext==0.2.4 marin-levanter==0.2.20.dev202606180959 equinox==0.13.8
+# What the files that the tests import need beside the packages of `dev` and `hosts`. The rest of these hosts is not
+# imported.
+OF_JAX_HOSTS := jaxtyping==0.3.11 wadler-lindig==0.1.8 typeguard==2.13.3 einops==0.8.2
+OF_JAX_HOSTS += clu==0.0.12 google-metrax==0.2.4 ml_collections==1.1.0 perfetto==0.59.1 qwix==0.1.8 sentencepiece==0.2.3
+OF_JAX_HOSTS += antlr4-python3-runtime==4.13.2 aqtp==0.9.0 drjax==0.2.1 einshape==1.0 fastapi==0.165.0
+OF_JAX_HOSTS += immutabledict==4.3.1 omegaconf==2.4.0 opentelemetry-api==1.45.2 pathwaysutils==0.1.13 starlette==1.10.0
+OF_JAX_HOSTS += tiktoken==0.14.0 tokamax==0.0.12 uvicorn==0.54.0 wrapt==2.5.2 braceexpand==0.1.7
 # Python keeps its compiled files even where the environment forbids it: without them pytest rewrites every test file.
 TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
@@ -72,7 +80,7 @@ help:
 	@python=$$($(call find_python,3.12)); rm -rf .venv-hosts; "$$python" -m venv .venv-hosts
 	@$(WITH_HOSTS)/$(INSTALL) --constraint constraints.txt --editable ".[dev,hosts]"
 	@DS_BUILD_OPS=0 $(WITH_HOSTS)/$(INSTALL) --constraint constraints.txt deepspeed
-	@$(WITH_HOSTS)/$(INSTALL) --no-deps $(HOSTS)
+	@$(WITH_HOSTS)/$(INSTALL) --no-deps $(HOSTS) $(OF_JAX_HOSTS)
 	@touch $@
 
 .venv-oldest/.dev-$(OLDEST_PYTHON): pyproject.toml constraints-oldest.txt
@@ -99,7 +107,8 @@ test-latest: .venv-latest/.dev
 	@$(TEST_ENV) $(LATEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-hosts: .venv-hosts/.hosts
-	@$(TEST_ENV) $(WITH_HOSTS)/python -m pytest tests/test_hosts_*.py -n $(WORKERS) --dist load -m "not gpu" $(ARGS)
+	@$(TEST_ENV) $(WITH_HOSTS)/python -m pytest tests/test_hosts_*.py tests/test_pages.py -k hosts -n $(WORKERS) --dist load \
+	  -m "not gpu" $(ARGS)
 
 test-oldest: .venv-oldest/.dev-$(OLDEST_PYTHON)
 	@$(OLDEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|numpy) '

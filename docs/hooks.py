@@ -34,6 +34,7 @@ PAGES = {
 PACKAGES = {
     "core_triton": (
         "hosts.megatron.output_processor",
+        "hosts.torchtitan.LinearCrossEntropyLoss",
         "hosts.transformers.patch",
         "hosts.transformers.unpatch",
         "hosts.trl.patch",
@@ -46,9 +47,12 @@ PACKAGES = {
         "hosts.heads.head_arguments",
         "hosts.heads.head_cross_entropy",
         "hosts.levanter.register",
+        "hosts.levanter.unregister",
         "hosts.maxtext.patch",
+        "hosts.maxtext.unpatch",
         "hosts.tunix.loss_fn",
         "hosts.tunix.patch",
+        "hosts.tunix.unpatch",
     ),
 }  # and what is public in submodules
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")

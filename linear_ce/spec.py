@@ -8,7 +8,7 @@ dtypes, not arrays.
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -292,6 +292,23 @@ def check_batch_invariant(
             "there are, and saving rounds their gradients once more"
         )
     return batch_invariant
+
+
+def check_later_options(options: Mapping[str, Any], implementations: Sequence[str]) -> None:
+    """Checks options of `linear_log_probs` or of a loss that calls get later, as far as they do not depend on a call;
+    raises TypeError or ValueError as the call would."""
+    implementation, head_precision = options.get("implementation"), options.get("head_precision")
+    if implementation is not None:
+        check_choice("implementation", implementation, implementations)
+    if head_precision is not None:
+        check_choice("head_precision", head_precision, HEAD_PRECISIONS)
+    check_memory_budget(options.get("memory_budget"))
+    saved_budget = check_saved_budget(
+        options.get("saved_budget", 0), "none", grad_into=False, head_precision=head_precision
+    )
+    check_batch_invariant(
+        options.get("batch_invariant", False), saved_budget=saved_budget, implementation=implementation
+    )
 
 
 Choice = TypeVar("Choice", bound=str)

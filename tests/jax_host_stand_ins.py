@@ -1,5 +1,6 @@
-"""Modules with the interfaces of hosts that the tests do not install: names, arguments and results, on materialized
-logits. Each function says which file of which version has its interface."""
+"""Modules with the interfaces of hosts for tests where these are not installed: names, arguments and results, on
+materialized logits. Each function says which file of which version has its interface, and
+`test_hosts_jax_released.py` compares them with the installed ones."""
 
 import enum
 import sys

@@ -1694,6 +1694,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "if call.losses == 0:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "            head.forward_call = None\n", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", 'if hasattr(head, "modules_to_save"):', "if False:", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "if head is None:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "    installed.heads.add(head)\n", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "if head.forward_call.patch is installed:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "        self.on = False\n", "", HOSTS),
@@ -1752,6 +1753,7 @@ OF_TRL, OF_VERL = tests("hosts_trl", "not twenty"), tests("hosts_verl", "not two
 HOSTS_TRL = (
     Mutation("core_triton/hosts/interface.py", "if not any(parts[", "if False and any(parts[", OF_TRL),
     Mutation("core_triton/hosts/interface.py", "        self._unpatch()\n", "        pass\n", OF_TRL),
+    Mutation("core_triton/hosts/interface.py", "    check_later_options(options, IMPLEMENTATIONS)\n", "", OF_TRL),
     Mutation(
         "core_triton/hosts/trl.py", '"logit_scale": logit_scale / temperature', '"logit_scale": logit_scale', OF_TRL
     ),
@@ -1809,6 +1811,7 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/heads.py", 'if set(head.variables) - {"params"}:', "if False:", OF_JAX_HOSTS),
     Mutation("jax_pallas/hosts/heads.py", "is not getattr(base, layer.method)", "is None", OF_JAX_HOSTS),
     Mutation("jax_pallas/hosts/interface.py", "if found != tuple(names):", "if False:", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/interface.py", "    check_later_options(options, IMPLEMENTATIONS)\n", "", TUNIX),
     Mutation(
         "jax_pallas/hosts/tunix.py", "attention_mask, **inputs)[:, :-1]", "attention_mask, **inputs)[:, 1:]", TUNIX
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from jax_host_stand_ins import (
     host,
     installed,
 )
+from jax_hosts import losses_of_steps
 
 import jax_pallas
 from jax_pallas import linear_ce
@@ -139,6 +141,89 @@ def test_a_head_of_equinox_has_the_loss_and_gradients_of_its_logits(name: str) -
         return unfused(jax.vmap(jax.vmap(layer))(x))
 
     same(found, expected, weight, bias, X)
+
+
+def nnx_model() -> tuple[Any, Callable[[Any], tuple[Any, Array]]]:
+    """Returns the parameters of a model of flax.nnx, and a function of them: the head and its input."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed, self.layer = nnx.Embed(V, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
+            self.head = nnx.Linear(D, V, rngs=rngs)
+
+    graph, state = nnx.split(Model(nnx.Rngs(0)))
+
+    def apply(state: Any) -> tuple[Any, Array]:
+        model = nnx.merge(graph, state)
+        return model.head, jnp.tanh(model.layer(model.embed(TARGET)))
+
+    return state, apply
+
+
+def linen_model() -> tuple[Any, Callable[[Any], tuple[Any, Array]]]:
+    """As `nnx_model`, with logits that are tied to the embedding."""
+    embed, layer = linen.Embed(V, D), linen.Dense(D)
+    variables = {"embed": embed.init(jax.random.key(0), TARGET), "layer": layer.init(jax.random.key(1), X)}
+
+    def apply(variables: Any) -> tuple[Any, Array]:
+        bound: Any = embed.bind(variables["embed"])
+        hidden: Any = layer.apply(variables["layer"], bound(TARGET))
+        return bound, jnp.tanh(hidden)
+
+    return variables, apply
+
+
+def equinox_model() -> tuple[Any, Callable[[Any], tuple[Any, Array]]]:
+    """As `nnx_model`, of the installed equinox."""
+    equinox = pytest.importorskip("equinox", reason="equinox is not installed (`make test-hosts` installs it)")
+    keys = jax.random.split(jax.random.key(0), 3)
+    embed, layer = equinox.nn.Embedding(V, D, key=keys[0]), equinox.nn.Linear(D, D, key=keys[1])
+    head = equinox.nn.Linear(D, V, key=keys[2])
+
+    def apply(layers: Any) -> tuple[Any, Array]:
+        embed, layer, head = layers
+        return head, jnp.tanh(jax.vmap(jax.vmap(layer))(jax.vmap(jax.vmap(embed))(TARGET)))
+
+    return (embed, layer, head), apply
+
+
+LOGITS: dict[str, Callable[..., Array]] = {
+    "nnx": lambda head, x: head(x),
+    "linen": lambda head, x: head.attend(x),
+    "equinox": lambda head, x: jax.vmap(jax.vmap(head))(x),
+}
+
+
+@pytest.mark.parametrize(("name", "model"), [("nnx", nnx_model), ("linen", linen_model), ("equinox", equinox_model)])
+def test_20_steps_have_the_losses_of_the_logits(name: str, model: Callable[[], Any]) -> None:
+    parameters, apply = model()
+
+    def fused(parameters: Any) -> Array:
+        head, x = apply(parameters)
+        return head_cross_entropy(head, x, TARGET)
+
+    def of_logits(parameters: Any) -> Array:
+        return unfused(LOGITS[name](*apply(parameters)))
+
+    found, expected = (losses_of_steps(loss, parameters) for loss in (fused, of_logits))
+    assert expected[-1] < 0.9 * expected[0]
+    CLOSE(found, expected)
+
+
+@pytest.mark.parametrize("name", ["Linear", "Embedding"])
+def test_the_layers_of_the_installed_equinox(name: str) -> None:
+    equinox = pytest.importorskip("equinox", reason="equinox is not installed (`make test-hosts` installs it)")
+    sizes = (D, V) if name == "Linear" else (V, D)
+    layer = getattr(equinox.nn, name)(*sizes, key=jax.random.key(2))
+    parts = layer.weight, layer.bias if name == "Linear" else None
+    same(
+        lambda layer, x: head_cross_entropy(layer, x, TARGET),
+        lambda layer, x: unfused(x @ layer.weight.T + (layer.bias if name == "Linear" else 0)),
+        layer,
+        X,
+    )
+    of_tests = head_arguments(equinox_layer(name, *parts), X)
+    assert all(found is of_tests[key] for key, found in head_arguments(layer, X).items())
 
 
 def test_a_layer_with_a_dtype_computes_in_it() -> None:
@@ -274,6 +359,8 @@ def test_patch_of_tunix_computes_its_chunked_log_probabilities(
         patch(vocab_size=0)
         with pytest.raises(ValueError, match="vocab_size"):
             differentiated_log_probs(*arguments)
+        with pytest.raises(ValueError, match=r"implementation must be one of .*'chunked', got 'cuda'"):
+            patch(implementation="cuda")
         patch()  # replaces the options
         log_prob = common.compute_per_token_logps(graph, state, TOKENS, temperature, False)
         unpatch()
@@ -406,11 +493,15 @@ def test_the_registry_of_levanter_keeps_its_names_and_its_interface_is_checked()
 
         with pytest.raises(ValueError, match=r"one of levanter's implementations, \['reference'\], got 'reference'"):
             levanter.register("reference")
+        with pytest.raises(ValueError, match=r"saved_budget must not be negative \(bytes\), got -1"):
+            levanter.register(saved_budget=-1)
         with pytest.raises(ValueError, match="dtype must be at most float32, got float64"):
             levanter.linear_softmax_cross_entropy_loss(X[0], TARGET[0], X[0].T, dtype=np.float64)
         host(stand_ins.LEVANTER_API).fused_cross_entropy_loss_and_logsumexp_penalty = other_interface
         tested = "marin-levanter 0.2.20.dev202606180959 and commit 01666fd of marin, got levanter of no version, whose"
-        with pytest.raises(ImportError, match=f"jax_pallas.hosts.levanter is tested with {tested} other_interface has"):
+        tested = f"jax_pallas.hosts.levanter is tested with {tested} other_interface has"
+        not_installed = mock.patch.object(levanter, "version", side_effect=PackageNotFoundError)
+        with not_installed, pytest.raises(ImportError, match=tested):
             levanter.register()
 
 
@@ -548,6 +639,8 @@ def test_what_the_adapter_of_maxtext_refuses() -> None:
             vocab_tiling_nnx_loss(model, X, DATA, config, True)
         with pytest.raises(TypeError, match=r"softcap is set by the adapter, got softcap=3.0"):
             patch(softcap=3.0)
+        with pytest.raises(TypeError, match="memory_budget must be a Python int, got str"):
+            patch(memory_budget="512MiB")
         linen_model: Any = MaxTextLinenModel(MaxTextConfig(), ONE_DEVICE, V, D)
         with (
             mock.patch.object(MaxTextLinenModel, "apply"),

@@ -151,6 +151,10 @@ def test_what_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"options must be among implementation, .*, got softcap"):
         output_processor(softcap=3.0)
+    with pytest.raises(TypeError, match="memory_budget must be a Python int, got str"):
+        output_processor(memory_budget="512MiB")
+    with pytest.raises(ValueError, match=r"reduce_dtype must be torch.float32 or torch.bfloat16, got torch.float16"):
+        output_processor(reduce_dtype=torch.float16)
     with pytest.raises(ValueError, match="labels must be given with this output_processor"):
         run(None)
     for owner, name, value in (

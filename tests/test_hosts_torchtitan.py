@@ -140,6 +140,8 @@ def test_what_is_refused() -> None:
     loss_class = adapter.LinearCrossEntropyLoss  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="set_lm_head must be called before the loss"):
         loss_class.Config().build()(hidden, labels)
+    with pytest.raises(ValueError, match=r"memory_budget must be positive \(bytes\), got -1"):
+        loss_class.Config(memory_budget=-1).build()
     quantized = type("Float8Linear", (torch.nn.Linear,), {"forward": lambda self, input: input})
     for head, name in ((quantized(HIDDEN, VOCABULARY), "Float8Linear"), (torch.nn.Identity(), "Identity")):
         with pytest.raises(ValueError, match=f"^lm_head must be a torch.nn.Linear or .*, got {name}$"):

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import trl_trainers
+from page_code import programs_of
 from torch import Tensor
 from trl_stand_ins import VOCABULARY, Config, Model, installed, trl
 
@@ -493,6 +495,8 @@ def test_what_is_refused(adapter: Any) -> None:
     make = adapter.trl.SFTTrainer
     with pytest.raises(TypeError, match=r"options must be among implementation, .*, got softcap"):
         adapter.patch(make(Model()), softcap=3.0)
+    with pytest.raises(ValueError, match=r"implementation must be one of 'triton', .*, got 'cuda'"):
+        adapter.patch(make(Model()), implementation="cuda")
     for wrong in (Model(), int):
         with pytest.raises(TypeError, match=r"trainer_or_class must be one of SFTTrainer, .* or a class of these, got"):
             adapter.patch(wrong)
@@ -642,3 +646,28 @@ def test_two_ranks_of_trl_compute_the_same(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 one, other, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SFT", "GRPO"])
+def test_the_snippet_of_the_page_runs_with_the_installed_trl(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the trainers write there
+    trl_trainers.make_model().save_pretrained("model")
+    trl_trainers.tokenizer().save_pretrained("model")
+    page = Path(__file__).parents[1] / "docs" / "hosts.md"
+    (code,) = [code for code in programs_of(page) if f"import {name}Config" in code]
+    for old, new in (
+        ('"Qwen/Qwen3-0.6B"', '"model"'),
+        ("= None  # your datasets.Dataset", f"= trl_trainers.examples({name!r})"),
+        ("max_steps=20", "max_steps=2, use_cpu=True, bf16=False, report_to=[], max_completion_length=8"),
+    ):
+        assert code.count(old) == 1
+        code = code.replace(old, new.replace(", max_completion_length=8", "") if name == "SFT" else new)
+    names: dict[str, Any] = {"trl_trainers": trl_trainers}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(code, str(page), "exec"), names)
+    assert names["trainer"].state.global_step == 2

@@ -53,10 +53,44 @@ def test_results_and_gradients_are_those_of_verl(adapter: Any, options: tuple[An
             torch.testing.assert_close(results(sys.modules[name].linear_cross_entropy, *options), expected)
 
 
+def losses_of_steps(steps: int = 20) -> Tensor:
+    """Returns the losses of a policy in training, with the function that verl's models import in each call."""
+    torch.manual_seed(0)
+    embedding, layer, head = torch.nn.Embedding(61, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 61, bias=False)
+    optimizer = torch.optim.Adam([*embedding.parameters(), *layer.parameters(), *head.parameters()], lr=1e-2)
+    tokens = torch.randint(61, (4, 9), generator=torch.Generator().manual_seed(1))
+    advantages, old = torch.linspace(-0.5, 1, 32), None
+    losses = []
+    for _ in range(steps):
+        hidden = torch.tanh(layer(embedding(tokens[:, :-1])))
+        log_probs, entropy = sys.modules[KERNEL].linear_cross_entropy(hidden, head.weight, tokens[:, 1:], 0.7, "none")
+        old = log_probs.detach() if old is None else old
+        ratio = (log_probs - old).exp()
+        loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean() - 0.01 * entropy.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_20_steps_have_the_losses_of_verl(adapter: Any) -> None:
+    expected = losses_of_steps()
+    assert expected[-1] < expected[0] - 0.05
+    with adapter.patch(saved_budget=2**20):
+        torch.testing.assert_close(losses_of_steps(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_unpatch_and_what_is_refused(adapter: Any) -> None:
     functions = [sys.modules[name].linear_cross_entropy for name in (KERNEL, MCORE)]
     with pytest.raises(TypeError, match=r"options must be among implementation, .*, got softcap"):
         adapter.patch(softcap=3.0)
+    for options, message in (
+        ({"saved_budget": -1}, r"saved_budget must not be negative \(bytes\), got -1"),
+        ({"saved_budget": 1, "batch_invariant": True}, "batch_invariant=True needs saved_budget 0, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapter.patch(**options)
     with pytest.raises(RuntimeError, match="verl is not patched"):
         adapter.unpatch()
     with adapter.patch(), pytest.raises(RuntimeError, match="verl is patched already"):

@@ -16,9 +16,9 @@ def pages_of(nav: Any) -> list[str]:
     return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
 
 
-def constant(name: str) -> Any:
-    """Returns a constant of docs/hooks.py, whose imports are not installed with the tests."""
-    tree = ast.parse((ROOT / "docs" / "hooks.py").read_text())
+def constant(name: str, file: Path = ROOT / "docs" / "hooks.py") -> Any:
+    """Returns a constant of docs/hooks.py, or of a file, whose imports are not installed with the tests."""
+    tree = ast.parse(file.read_text())
     [value] = [
         node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
     ]
@@ -32,6 +32,18 @@ def test_every_page_is_in_the_navigation_once() -> None:
     expected = {path.name for path in (ROOT / "docs").glob("*.md")} | set(added.values())
     expected |= {f"api/{package}.md" for package in constant("PACKAGES")}
     assert sorted(nav) == sorted(expected)
+
+
+def test_every_public_name_of_an_adapter_is_on_the_api_page() -> None:
+    for package, listed in constant("PACKAGES").items():
+        public = []
+        for path in sorted((ROOT / package / "hosts").glob("*.py")):
+            if path.stem in ("__init__", "deferred", "interface"):  # what adapters share
+                continue
+            names = constant("__all__", path)
+            assert names == sorted(names), path
+            public += [f"hosts.{path.stem}.{name}" for name in names]
+        assert public == [name for name in listed if name.startswith("hosts.")]
 
 
 def test_links_within_a_page_stay_links() -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from core_triton.arguments import IMPLEMENTATIONS, Groups, of_vocab_group
+from linear_ce.spec import check_later_options
+
 OPTIONS = ("implementation", "memory_budget", "head_precision", "batch_invariant")  # of `linear_cross_entropy`
 
 
@@ -28,14 +31,18 @@ def check_version(adapter: str, host: str, found: str, tested: Sequence[str]) ->
 
 
 def check_options(options: Mapping[str, Any], names: Sequence[str] = OPTIONS) -> None:
-    """Checks the names of the options that a user gives an adapter.
+    """Checks the options that a user gives an adapter, as far as they do not depend on a call.
 
     Raises:
-        TypeError: an option is none of `names`.
+        TypeError: an option is none of `names`, or its type is wrong.
+        ValueError: the value of an option, or two options that exclude each other.
     """
     unknown = sorted(set(options) - set(names))
     if unknown:
         raise TypeError(f"options must be among {', '.join(names)}, got {', '.join(unknown)}")
+    check_later_options(options, IMPLEMENTATIONS)
+    if "reduce_dtype" in options:
+        of_vocab_group(Groups(reduce_dtype=options["reduce_dtype"]))
 
 
 def call_with_forward(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:

@@ -23,6 +23,8 @@ from core_triton.gathered_tokens import gathered_tokens
 from core_triton.hosts.interface import OPTIONS, call_with_forward, check_options, check_version
 from core_triton.linear_ce import linear_cross_entropy
 
+__all__ = ["output_processor"]
+
 TESTED_VERSIONS = ("0.19.2",)
 IGNORED = -100
 
@@ -47,7 +49,8 @@ def output_processor(**options: Any) -> Callable[..., Tensor]:
         ImportError: megatron-core is not installed.
         RuntimeError: a version of megatron-core that was not tested.
         TypeError: an unknown option.
-        ValueError: when it is called, for a model that is not supported. The message names the option.
+        ValueError: the value of an option; when it is called, for a model that is not supported. The message names the
+            option.
 
     Example:
         >>> from core_triton.hosts.megatron import output_processor  # doctest: +SKIP

@@ -18,17 +18,42 @@ The class is made when it is first used, so that this module can be imported wit
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from core_triton.dtensors import is_dtensor
-from core_triton.hosts.interface import OPTIONS, call_with_forward, check_version
+from core_triton.hosts.interface import OPTIONS, call_with_forward, check_options, check_version
 from core_triton.linear_ce import linear_cross_entropy
 from linear_ce.spec import HeadPrecision
 
+__all__ = ["LinearCrossEntropyLoss"]
+
 TESTED_VERSIONS = ("0.3.0",)
 BACKENDS = ("spmd_types", "partial_dtensor")  # of parallelism.spmd_backend
+
+
+if TYPE_CHECKING:  # for editors and the documentation
+
+    class LinearCrossEntropyLoss:
+        """The cross-entropy of a model's output layer, as torchtitan's `CrossEntropyLoss`, without the logits.
+
+        It is a `ChunkedLossWrapper`, for which the trainer looks, but has no chunks: `memory_budget` limits
+        its memory, and the sequence length need not be a multiple of a number of chunks. torch.compile does not get it.
+
+        Its `Config` has the options implementation, memory_budget, head_precision and batch_invariant of
+        `linear_cross_entropy`.
+
+        Raises:
+            TypeError, ValueError: the value of an option.
+            ValueError: an output layer or a backend of parallelism that is not supported. The message names it.
+
+        Example:
+            >>> from core_triton.hosts.torchtitan import LinearCrossEntropyLoss  # doctest: +SKIP
+            >>> config.loss = LinearCrossEntropyLoss.Config()  # doctest: +SKIP
+        """
+
+        Config: Any
 
 
 def __getattr__(name: str) -> Any:
@@ -57,17 +82,7 @@ def _loss_class() -> type:
     check_version(__name__, "torchtitan", torchtitan.__version__, TESTED_VERSIONS)
 
     class LinearCrossEntropyLoss(ChunkedLossWrapper):
-        """The cross-entropy of a model's output layer, as torchtitan's `CrossEntropyLoss`, without the logits.
-
-        It is a `ChunkedLossWrapper`, for which the trainer looks, but has no chunks of its own: `memory_budget` limits
-        its memory, and the sequence length need not be a multiple of a number of chunks. torch.compile does not get it.
-
-        Config:
-            implementation, memory_budget, head_precision, batch_invariant: of `linear_cross_entropy`.
-
-        Raises:
-            ValueError: an output layer or a backend of parallelism that is not supported. The message names it.
-        """
+        """As declared at the beginning of this module."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseLoss.Config):
@@ -77,7 +92,9 @@ def _loss_class() -> type:
             batch_invariant: bool = False
 
         def __init__(self, config: Any, *, compile_config: Any = None) -> None:
-            self.options = {name: getattr(config, name) for name in OPTIONS} | {"ignore_index": IGNORE_INDEX}
+            self.options = {name: getattr(config, name) for name in OPTIONS}
+            check_options(self.options)
+            self.options["ignore_index"] = IGNORE_INDEX
             self.lm_head: nn.Module | None = None
 
         def set_lm_head(self, lm_head: nn.Module) -> None:

@@ -25,7 +25,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from core_triton.hosts.deferred import ForwardCall, FusedHead
 from core_triton.hosts.interface import Patch, check_options, check_version
 
-TESTED_VERSIONS = ("5.20", "5.23")
+__all__ = ["patch", "unpatch"]
+
+TESTED_VERSIONS = ("5.20", "5.21", "5.22", "5.23")
 TESTED_LIGER_VERSIONS = ("0.8.5",)
 HOW_TO_GET_LOGITS = (
     "To get logits, call the model without labels, or in evaluation mode (model.eval()), or after "
@@ -85,8 +87,9 @@ def patch(model_or_class: Any = None, *, liger: bool = False, **options: Any) ->
         RuntimeError: a version of transformers or liger-kernel that was not tested, or something that is patched
             already.
         TypeError: something that is not a model or a class of models, or an unknown option.
-        ValueError: a model that is not supported, by the loss or by Liger, with the reason. What a model does with its
-            logits is known only when it runs: `LogitsError`, a RuntimeError, names what is not supported.
+        ValueError: the value of an option; a model that is not supported, by the loss or by Liger, with the reason.
+            What a model does with its logits is known only when it runs: `LogitsError`, a RuntimeError, names what is
+            not supported.
 
     Example:
         >>> import torch, transformers
@@ -312,6 +315,8 @@ def _fused_head(model: PreTrainedModel, installed: _Installed) -> FusedHead:
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError(f"{name} is not supported: its head is sharded by tensor parallelism")
     head: Any = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{name} is not a causal language model: its get_output_embeddings() returns None")
     if hasattr(head, "modules_to_save"):  # peft trains a copy of the head
         saved = not head.disable_adapters and head.active_adapters
         head = head.modules_to_save[head.active_adapters[0]] if saved else head.original_module

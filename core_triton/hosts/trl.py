@@ -32,6 +32,8 @@ from core_triton import token_losses
 from core_triton.hosts.interface import OPTIONS, Patch, check_options, check_version
 from core_triton.linear_ce import linear_log_probs, linear_token_loss_with_stats
 
+__all__ = ["patch", "unpatch"]
+
 TESTED_VERSIONS = ("1.16",)
 TRAINERS = ("SFTTrainer", "GRPOTrainer", "DPOTrainer", "KTOTrainer", "RLOOTrainer")
 # Other trainers need more statistics than `linear_log_probs`, the function with a saved_budget, has.

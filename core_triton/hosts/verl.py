@@ -26,6 +26,8 @@ from core_triton.linear_ce import linear_log_probs
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+__all__ = ["patch", "unpatch"]
+
 TESTED_VERSIONS = ("0.9.1",)
 NAME = "linear_cross_entropy"
 
@@ -44,7 +46,7 @@ def patch(**options: Any) -> Patch:
 
     Raises:
         RuntimeError: a version of verl that was not tested, or verl is patched already.
-        TypeError: an unknown option.
+        TypeError, ValueError: an unknown option, or the value of one.
 
     Example:
         >>> from core_triton.hosts.verl import patch

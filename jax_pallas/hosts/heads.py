@@ -27,6 +27,8 @@ from jax.typing import DTypeLike
 
 from jax_pallas import linear_ce, sharded
 
+__all__ = ["head_arguments", "head_cross_entropy"]
+
 # Options of `jax_pallas.sharded` only.
 OF_MESH = ("mesh", "batch_axis_names", "fsdp_axis_name")
 

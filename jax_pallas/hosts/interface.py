@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from jax_pallas.arguments import IMPLEMENTATIONS
+from linear_ce.spec import check_later_options
+
 
 def check_interface(
     adapter: str, tested: str, installed: str, function: Callable[..., Any], names: Sequence[str]
@@ -30,18 +33,20 @@ def check_interface(
 
 
 def check_options(options: Mapping[str, Any], *names: str) -> None:
-    """Checks the options that a user gives an adapter.
+    """Checks the options that a user gives an adapter, as far as they do not depend on a call.
 
     Args:
         options: by name.
         names: of the arguments that the adapter passes.
 
     Raises:
-        TypeError: an option is one of them.
+        TypeError: an option is one of them, or its type is wrong.
+        ValueError: the value of an option, or two options that exclude each other.
     """
     for name in names:
         if name in options:
             raise TypeError(f"{name} is set by the adapter, got {name}={options[name]!r}")
+    check_later_options(options, IMPLEMENTATIONS)
 
 
 class Patch:

@@ -16,13 +16,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jax_pallas.hosts.interface import check_interface
+from jax_pallas.hosts.interface import check_interface, check_options
 from jax_pallas.linear_ce import linear_log_probs, linear_token_loss_with_stats
 
 try:
     from levanter.kernels.pallas.fused_cross_entropy_loss import api  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError("jax_pallas.hosts.levanter needs levanter: pip install marin-levanter") from error
+
+__all__ = ["register", "unregister"]
 
 TESTED = "marin-levanter 0.2.20.dev202606180959 and commit 01666fd of marin"
 NAMES = ("x", "labels", "w", "reduction", "weight", "logsumexp_weight", "block_size", "block_sizes", "dtype")
@@ -95,7 +97,8 @@ def register(name: str = "linear_ce", *, default: bool = True, **options: Any) -
 
     Raises:
         ImportError: levanter's function has other arguments.
-        ValueError: name is that of another implementation.
+        TypeError: the type of an option.
+        ValueError: name is that of another implementation, or the value of an option.
 
     Example:
         >>> from jax_pallas.hosts import levanter
@@ -103,6 +106,7 @@ def register(name: str = "linear_ce", *, default: bool = True, **options: Any) -
     """
     host = api.fused_cross_entropy_loss_and_logsumexp_penalty
     check_interface("jax_pallas.hosts.levanter", TESTED, _version(), host, NAMES)
+    check_options(options)
     if name in api.IMPLEMENTATIONS and name != _replaced.get("name"):
         raise ValueError(
             f"name must not be one of levanter's implementations, {sorted(api.IMPLEMENTATIONS)}, got {name!r}"

@@ -33,6 +33,8 @@ from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImp
 from maxtext.utils import vocabulary_tiling  # pyright: ignore[reportMissingImports]
 from maxtext.utils.sharding import create_sharding  # pyright: ignore[reportMissingImports]
 
+__all__ = ["patch", "unpatch"]
+
 TESTED = "MaxText 0.2.4 (commit e591f30)"
 NNX_LOSS = ("model", "hidden_states", "data", "config", "is_train")
 LINEN_LOSS = ("hidden_states", "data", "config", "model", "params", "is_train")
@@ -193,7 +195,8 @@ def patch(**options: Any) -> Patch:
 
     Raises:
         ImportError: MaxText's functions have other arguments.
-        TypeError: an option is one that MaxText's configuration determines.
+        TypeError: an option is one that MaxText's configuration determines, or its type is wrong.
+        ValueError: the value of an option.
 
     Example:
         >>> from absl import app

@@ -29,6 +29,8 @@ from flax import nnx
 from tunix.rl import common  # pyright: ignore[reportMissingImports]
 from tunix.sft import peft_trainer, utils  # pyright: ignore[reportMissingImports]
 
+__all__ = ["loss_fn", "patch", "unpatch"]
+
 TESTED = "google-tunix 0.1.7 and 0.1.8 (commit c7d8950)"
 DEFAULT_LOSS = ("model", "input_tokens", "input_mask", "positions", "attention_mask", "images")
 CHUNKED_LOGPS = ("model", "hidden_states", "target_ids", "temperature", "chunk_size", "return_entropy")
@@ -55,6 +57,7 @@ def loss_fn(head: Head | None = None, **options: Any) -> Callable[..., Any]:
 
     Raises:
         ImportError: tunix's default loss has other arguments.
+        TypeError, ValueError: the value of an option.
         TypeError: on a call, the head is not one that the loss supports, for example with an adapter (LoRA); the model
             is not one of tunix and head is None; the model cannot return its hidden states.
 
@@ -140,6 +143,7 @@ def patch(head: Head | None = None, **options: Any) -> Patch:
 
     Raises:
         ImportError: tunix has no `compute_chunked_logps`, or one with other arguments.
+        TypeError, ValueError: the value of an option.
 
     Example:
         >>> from jax_pallas.hosts import tunix
@@ -151,6 +155,7 @@ def patch(head: Head | None = None, **options: Any) -> Patch:
             f"jax_pallas.hosts.tunix is tested with {TESTED}, got {_version()}, which has no compute_chunked_logps"
         )
     _check(host, CHUNKED_LOGPS)
+    check_options(options)
 
     def compute_chunked(*arguments: Any, **named: Any) -> Any:
         return compute_chunked_logps(*arguments, **named, head=head, **options)
