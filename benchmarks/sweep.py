@@ -28,11 +28,11 @@ SWEPT = {
     for name, mode in MODES.items()
     if mode.d_input and mode.d_weight and mode.reduction == "mean" and not mode.ignored
 }
-# The files of linear_ce in `code_hash`. Rows are measured at given row counts, whatever the estimate chooses.
 # What `--floor` names, and the value of "floor" in a row that is relative to the choice of the plan.
 MATMULS, PLAN = "matmuls", "plan"
 DIVIDED = ("chunk_rows", "first_rows", "chunks", "d_input")  # what a row says of a choice
 BESIDE = "measured while other programs were compiled"  # the note of a row
+# The files of linear_ce in `code_hash`. Rows are measured at given row counts, whatever the estimate chooses.
 CHOICES = tuple(name for name in results.CHOICES if name != "chunk_cost.py")
 
 
@@ -200,8 +200,10 @@ def programs_of(item: Item, method: Method, options: argparse.Namespace, file: r
     def make() -> Any:
         return explain(options.framework, x, w, budget_of(mode), method.name).plan
 
-    planned = Division.of_plan(make())
     choices = choices_of(make, options.rows, options.most, floor=options.floor)
+    if not choices:
+        return []
+    planned = Division.of_plan(make())
     measured = [
         choice for choice, row in rows_of(item, method, choices, options, planned) if not held(row, options, file)
     ]

@@ -30,7 +30,8 @@ TRUE = COEFFICIENTS["h200", "jax"]._replace(multiply=13.0, exposed=0.5, chunk=15
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_chunked_has_nothing_to_sweep(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--modes", "train"]
-    assert sweep.main([*common, "--seconds", "0", "--pairs", "2"]) == 0
+    ahead = ["--compile-jobs", "1", "--floor", "plan"] if framework == "jax" else []
+    assert sweep.main([*common, "--seconds", "0", "--pairs", "2", *ahead]) == 0
     assert "nothing to sweep: the path chunked of chunked does not choose chunk rows" in capsys.readouterr().out
 
 
@@ -246,6 +247,14 @@ def test_rows_are_relative_to_the_choice_of_the_plan(
     assert fit_chunk_cost.main([str(file), "--check"]) in (0, 1)
     table = capsys.readouterr().out
     assert table.count("| 3 | ") == 4  # the plan's choice and two others of each
+    # Rows beside the matmuls are not compared with these.
+    usual = ["--framework", "jax", "--shapes", "llama3-8b", "--json", str(file), "--most", "2", "--modes", "train"]
+    assert sweep.main(usual) == 0
+    capsys.readouterr()
+    assert fit_chunk_cost.main([str(file), "--check"]) in (0, 1)
+    table = capsys.readouterr().out
+    assert (table.count("| llama3-8b | 512 | 2 | "), table.count("| llama3-8b beside ")) == (1, 2)
+    assert table.count("| 3 | ") == 4
     with pytest.raises(SystemExit):
         sweep.parse(["--framework", "torch", "--shapes", "smoke", "--floor", "plan"])
     assert "--floor plan is for JAX" in capsys.readouterr().err
