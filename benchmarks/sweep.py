@@ -8,6 +8,7 @@ alternates with the bare matmuls, or, with `--floor plan`, with the row count th
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from benchmarks import linear_ce, results
 from benchmarks.chunk_rows import Choice, Division, considered, fewest_rows, first_chunk, preferring
-from benchmarks.methods import Method, Program
+from benchmarks.methods import Method, Program, describe
 from benchmarks.shapes import GRID, GRID_MODES, MODES, Item, Mode, plan
 from benchmarks.timing import Sensor, Timing
 from linear_ce.chunking import MIN_ROWS
@@ -261,12 +262,15 @@ def sweep(
             continue
         if options.floor == PLAN and floor is None:
             with preferring_choice(next(choice for choice in choices if choice.division == planned)) as own:
-                prepared = problem.prepare(own, mode)
-            wrong = linear_ce.wrong_errors(prepared.figures, options.dtype)
+                try:
+                    prepared = problem.prepare(own, mode)
+                    floor, wrong = prepared.run, linear_ce.wrong_errors(prepared.figures, options.dtype)
+                except Exception as error:  # other shapes and modes are still measured, as in `measure_safely`
+                    traceback.print_exc()
+                    wrong = describe(error)
             if wrong is not None:
                 print(f"{planned}, the choice of the plan: {wrong}", flush=True)
                 return len(rows), 0
-            floor = prepared.run
         row |= dict.fromkeys(linear_ce.MEASURED)
         with preferring_choice(choice) as own:
             row |= linear_ce.measure_safely(bench, problem, own, mode, options, floor)

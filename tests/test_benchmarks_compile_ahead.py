@@ -130,6 +130,9 @@ def test_programs_are_compiled_in_batches() -> None:
     for item, batches in ((0, 2), (3, 2), (4, 3), (5, 3)):  # the next batch is always begun
         ahead.before(item)
         assert len(compiled) == batches
+    compiled.clear()
+    linear_ce.CompileAhead(bench, 1, [items[3] + items[4], [], [], items[0]], beside=True).before(0)
+    assert [len(batch) for batch in compiled] == [6, 1]  # --resume found the rows of two items
 
 
 def test_rows_are_measured_while_programs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
