@@ -6,10 +6,11 @@ from the times, and, for each shape and budget, how much slower the choice of th
 measured. No GPU is needed.
 
 The clock of a GPU changes between rows, so the time of a row is its ratio to the floor (the bare matmuls, or the choice
-of the plan), times the median floor of its shape and budget. Within a shape and budget the estimate must order the
-rows, while the matmuls of a whole shape may be faster or slower than those of another, because the power limit lowers
-the clock. So differences within a shape and budget count in units of `WITHIN`, and the mean of a shape and budget in
-units of `BETWEEN`. Coefficients that the rows do not determine stay near the present ones (`PRIOR`).
+of the plan), times the median floor of its shape and budget. Rows beside different floors count as different shapes.
+Within a shape and budget the estimate must order the rows, while the matmuls of a whole shape may be faster or slower
+than those of another, because the power limit lowers the clock. So differences within a shape and budget count in units
+of `WITHIN`, and the mean of a shape and budget in units of `BETWEEN`. Coefficients that the rows do not determine stay
+near the present ones (`PRIOR`).
 """
 
 import argparse
@@ -42,7 +43,7 @@ MOST_SLOWER = 2.0  # percent that a choice may be slower than the best row measu
 # Of a coefficient that is zero now, for `PRIOR`.
 SCALES = CostCoefficients(1, 100, 100, 10, 0.1, 0.1, 0.05, 10, 10)
 
-Group = tuple[str, int, int, int, int]  # shape, N, D, V, budget
+Group = tuple[str, int, int, int, int]  # shape, and the choice of the plan if that is the floor; N, D, V, budget
 
 
 class Sample(NamedTuple):
@@ -145,7 +146,10 @@ def _newest(key: tuple[str, str], rows: Sequence[tuple[Path, dict[str, Any]]]) -
 
 def matching(gpu: str, framework: str, row: dict[str, Any]) -> tuple[Group, Choice | None]:
     """Returns the group of a row, and the choice of a plan that it measured; None if no plan has this choice."""
-    group = (row["shape"], row["n"], row["d"], row["v"], row.get("budget") or budget_of(SWEPT[row["mode"]]))
+    name = row["shape"]
+    if row.get("floor") == PLAN:  # times beside other floors are of other clocks
+        name += f" beside {Division.of_row(row['plan'])}"
+    group = (name, row["n"], row["d"], row["v"], row.get("budget") or budget_of(SWEPT[row["mode"]]))
     rows = row.get("chunk_rows") or fewest_rows(lambda: made_plan(framework, gpu, *group[1:]))
     wanted = Division.of_row({**row, "chunk_rows": rows})
     for choice in choices(framework, gpu, *group[1:], rows):
@@ -166,11 +170,8 @@ def chose_fewest(commit: str, root: Path = results.ROOT) -> bool:
 def _at_one_clock(rows: Sequence[tuple[Group, Choice, dict[str, Any]]]) -> list[Sample]:
     floors = defaultdict(list)
     for group, _, row in rows:
-        floors[group, row.get("floor")].append(row["floor_ms"])
-    return [
-        Sample(group, choice, row["ratio"] * float(np.median(floors[group, row.get("floor")])))
-        for group, choice, row in rows
-    ]
+        floors[group].append(row["floor_ms"])
+    return [Sample(group, choice, row["ratio"] * float(np.median(floors[group]))) for group, choice, row in rows]
 
 
 def residuals(rows: Sequence[Sample], coefficients: CostCoefficients) -> np.ndarray:

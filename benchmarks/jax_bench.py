@@ -69,8 +69,13 @@ class Programs:
         batch = {program: Future[bytes | None]() for program in once}
         self._ahead |= batch
         done = self._thread.submit(self._compile, batch, jobs, platform)
-        if not beside:
+        if beside:
+            return
+        try:
             done.result()
+        except BaseException:  # also an interrupt: Python waits for the thread before it exits
+            self.stop()
+            raise
 
     def _compile(self, batch: Mapping[Program, Future[bytes | None]], jobs: int, platform: str) -> None:
         start = time.monotonic()

@@ -154,7 +154,8 @@ class CompileAhead:
 
     def __init__(self, bench: Bench, jobs: int, programs: Iterable[Iterable[Program]], *, beside: bool = False) -> None:
         self._bench, self._jobs, self._beside = bench, jobs, beside
-        self._waiting = deque((index, list(of_item)) for index, of_item in enumerate(programs))
+        listed = [*map(list, programs)]
+        self._waiting = deque((index, of_item) for index, of_item in enumerate(listed) if of_item)
         self._newest = -1  # the first item of the newest batch
 
     def before(self, item: int) -> None:

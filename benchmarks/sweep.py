@@ -8,6 +8,7 @@ alternates with the bare matmuls, or, with `--floor plan`, with the row count th
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from benchmarks import linear_ce, results
 from benchmarks.chunk_rows import Choice, Division, considered, fewest_rows, first_chunk, preferring
-from benchmarks.methods import Method, Program
+from benchmarks.methods import Method, Program, describe
 from benchmarks.shapes import GRID, GRID_MODES, MODES, Item, Mode, plan
 from benchmarks.timing import Sensor, Timing
 from linear_ce.chunking import MIN_ROWS
@@ -28,11 +29,11 @@ SWEPT = {
     for name, mode in MODES.items()
     if mode.d_input and mode.d_weight and mode.reduction == "mean" and not mode.ignored
 }
-# The files of linear_ce in `code_hash`. Rows are measured at given row counts, whatever the estimate chooses.
 # What `--floor` names, and the value of "floor" in a row that is relative to the choice of the plan.
 MATMULS, PLAN = "matmuls", "plan"
 DIVIDED = ("chunk_rows", "first_rows", "chunks", "d_input")  # what a row says of a choice
 BESIDE = "measured while other programs were compiled"  # the note of a row
+# The files of linear_ce in `code_hash`. Rows are measured at given row counts, whatever the estimate chooses.
 CHOICES = tuple(name for name in results.CHOICES if name != "chunk_cost.py")
 
 
@@ -200,8 +201,10 @@ def programs_of(item: Item, method: Method, options: argparse.Namespace, file: r
     def make() -> Any:
         return explain(options.framework, x, w, budget_of(mode), method.name).plan
 
-    planned = Division.of_plan(make())
     choices = choices_of(make, options.rows, options.most, floor=options.floor)
+    if not choices:
+        return []
+    planned = Division.of_plan(make())
     measured = [
         choice for choice, row in rows_of(item, method, choices, options, planned) if not held(row, options, file)
     ]
@@ -259,12 +262,15 @@ def sweep(
             continue
         if options.floor == PLAN and floor is None:
             with preferring_choice(next(choice for choice in choices if choice.division == planned)) as own:
-                prepared = problem.prepare(own, mode)
-            wrong = linear_ce.wrong_errors(prepared.figures, options.dtype)
+                try:
+                    prepared = problem.prepare(own, mode)
+                    floor, wrong = prepared.run, linear_ce.wrong_errors(prepared.figures, options.dtype)
+                except Exception as error:  # other shapes and modes are still measured, as in `measure_safely`
+                    traceback.print_exc()
+                    wrong = describe(error)
             if wrong is not None:
                 print(f"{planned}, the choice of the plan: {wrong}", flush=True)
                 return len(rows), 0
-            floor = prepared.run
         row |= dict.fromkeys(linear_ce.MEASURED)
         with preferring_choice(choice) as own:
             row |= linear_ce.measure_safely(bench, problem, own, mode, options, floor)

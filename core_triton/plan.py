@@ -120,6 +120,7 @@ class ExecutionPlan:
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
             rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
+            `explain` also lists logits that a scalar loss computes again for its gradients.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
             kernels can read. A copy of a split head has both parts in a row.
         hopper: whether the matmul kernels are those for sm_90, in Gluon, or those for any GPU.

@@ -85,6 +85,7 @@ class ExecutionPlan:
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`. For the gradients of losses of
             rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
+            `explain` also lists logits that a scalar loss computes again for its gradients.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time. A copy of a split
             head has both parts side by side.
         hopper: whether the matmul kernels are those for sm_90, in Mosaic, or those of Pallas' Triton backend.

@@ -1711,6 +1711,27 @@ HOSTS_TRANSFORMERS = (
 
 OF_HF = tests("benchmarks_train", "transformers or another_process or other_devices")
 BENCHMARKS_TRAIN = (
+    Mutation(
+        "benchmarks/sweep.py",
+        "    if not choices:\n        return []\n    planned",
+        "    planned",
+        tests("benchmarks_sweep", "after_until"),
+    ),
+    Mutation(
+        "benchmarks/sweep.py", "except Exception as error:  # other", "except OSError as error:  # other",
+        tests("benchmarks_sweep", "does_not_end_the_run"),
+    ),
+    Mutation(
+        "benchmarks/fit_chunk_cost.py", 'if row.get("floor") == PLAN:', "if False:",
+        tests("benchmarks_sweep", "relative_to_the_choice"),
+    ),
+    Mutation(
+        "benchmarks/jax_bench.py", "            self.stop()\n", "", tests("benchmarks_compile_ahead", "interrupt")
+    ),
+    Mutation(
+        "benchmarks/linear_ce.py", "enumerate(listed) if of_item)", "enumerate(listed))",
+        tests("benchmarks_compile_ahead", "in_batches"),
+    ),
     Mutation("benchmarks/plot.py", "max([row, *same]", "max([row]", tests("benchmarks", "newest_row")),
     Mutation("benchmarks/plot.py", "same_measurement(row, other)", "True", tests("benchmarks", "newest_row")),
     Mutation(

@@ -5,6 +5,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -129,6 +130,9 @@ def test_programs_are_compiled_in_batches() -> None:
     for item, batches in ((0, 2), (3, 2), (4, 3), (5, 3)):  # the next batch is always begun
         ahead.before(item)
         assert len(compiled) == batches
+    compiled.clear()
+    linear_ce.CompileAhead(bench, 1, [items[3] + items[4], [], [], items[0]], beside=True).before(0)
+    assert [len(batch) for batch in compiled] == [6, 1]  # --resume found the rows of two items
 
 
 def test_rows_are_measured_while_programs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +164,30 @@ def test_rows_are_measured_while_programs_are_compiled(monkeypatch: pytest.Monke
     monkeypatch.setattr(jax_bench, "compile_call", lambda method, mode, arguments: "here")
     assert [programs.of(program, method, ()) for program in (*batch[1:], *later)] == ["second", "here", "here"]
     assert begun == ["first", "second"]
+
+
+def test_an_interrupt_ends_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python waits for the thread before it exits, so a batch must not be compiled to its end."""
+    begun, interrupted = list[str](), threading.Event()
+
+    def compile_slowly(programs: Sequence[Program], jobs: int, platform: str) -> Iterator[Ahead]:
+        for program in programs:
+            begun.append(program.shape.name)
+            assert interrupted.wait(10)
+            yield Ahead(f"{program.shape.name}: 1.0 s", b"")
+
+    def interrupt(future: Future[None]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jax_bench, "compile_in_processes", compile_slowly)
+    programs = jax_bench.Programs()
+    monkeypatch.setattr(Future, "result", interrupt)
+    batch = [Program(Shape(name, 1, 1, 1), "float32", "chunked", MODES["train"]) for name in ("first", "second")]
+    with pytest.raises(KeyboardInterrupt):
+        programs.compile_ahead(batch, 1, "cpu")
+    interrupted.set()
+    programs._thread.shutdown()
+    assert begun == ["first"]
 
 
 def test_a_failed_batch_is_compiled_row_by_row(

@@ -36,7 +36,10 @@ def test_chunked_has_nothing_to_sweep(framework: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_starts_nothing_after_until(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep.main(["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--until", "-1"]) == 0
+    common = ["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--until", "-1"]
+    # The path of `chunked` has no choice of the plan, and nothing to compile for one.
+    ahead = ["--compile-jobs", "1", "--floor", "plan"] if framework == "jax" else []
+    assert sweep.main([*common, *ahead]) == 0
     assert "2 shapes and modes were not started" in capsys.readouterr().out
 
 
@@ -246,9 +249,35 @@ def test_rows_are_relative_to_the_choice_of_the_plan(
     assert fit_chunk_cost.main([str(file), "--check"]) in (0, 1)
     table = capsys.readouterr().out
     assert table.count("| 3 | ") == 4  # the plan's choice and two others of each
+    # Rows beside the matmuls are not compared with these.
+    usual = ["--framework", "jax", "--shapes", "llama3-8b", "--json", str(file), "--most", "2", "--modes", "train"]
+    assert sweep.main(usual) == 0
+    capsys.readouterr()
+    assert fit_chunk_cost.main([str(file), "--check"]) in (0, 1)
+    table = capsys.readouterr().out
+    assert (table.count("| llama3-8b | 512 | 2 | "), table.count("| llama3-8b beside ")) == (1, 2)
+    assert table.count("| 3 | ") == 4
     with pytest.raises(SystemExit):
         sweep.parse(["--framework", "torch", "--shapes", "smoke", "--floor", "plan"])
     assert "--floor plan is for JAX" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_choice_of_the_plan_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_memory(*_: Any) -> str:
+        raise MemoryError("no memory")
+
+    outcomes = [no_memory, lambda *_: "err_loss is 1.0", lambda *_: None, lambda *_: None]
+    monkeypatch.setattr(linear_ce, "wrong_errors", lambda *given: outcomes.pop(0)(*given))
+    file = tmp_path / "jax-sweep.json"
+    common = ["--framework", "jax", "--shapes", "llama3-8b", "gemma2-2b", "--json", str(file), "--most", "2"]
+    assert sweep.main([*common, "--floor", "plan"]) == 1
+    printed = capsys.readouterr().out
+    assert "the choice of the plan: MemoryError: no memory" in printed
+    assert "the choice of the plan: err_loss is 1.0" in printed
+    assert {row["shape"] for row in json.loads(file.read_text())["rows"]} == {"gemma2-2b"}
 
 
 def test_a_program_that_is_compiled_ahead_has_the_rows_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

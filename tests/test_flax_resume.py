@@ -43,7 +43,7 @@ from flax_models.train.checkpoint import MANIFEST, Checkpoints, steps_in
 from flax_models.train.config import TrainConfig
 from flax_models.train.metrics import MetricsLog, read_rows
 from flax_models.train.optimizers import learning_rate_schedule
-from flax_models.train.run_folder import RunLock, move_failed, read_record
+from flax_models.train.run_folder import RunLock, move_failed, read_record, resume_advice
 from flax_models.train.step import Trainer, TrainState
 from flax_models.train.trained import read_run
 
@@ -358,6 +358,8 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_taken_as_empty(tmp_p
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="Not a directory"):
         steps_in(tmp_path / "file")
+    (tmp_path / "file").rename(tmp_path / "checkpoints")
+    assert resume_advice(tmp_path) == "its checkpoints cannot be read now (Not a directory); --resume tries again"
 
 
 def test_a_checkpoint_without_its_manifest_is_still_read(copied, capfd):

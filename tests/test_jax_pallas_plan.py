@@ -284,8 +284,7 @@ def test_explain_names_logits_that_are_computed_again() -> None:
             explained = explain(x, w, memory_budget=memory_budget, with_entropy=with_entropy)
             assert ("logits again" in explained.plan.matmuls) == (matmuls == 4)
             assert len(explained.plan.matmuls) == matmuls
-        # With several chunks, and a partial one, a matmul is in the program twice or more.
-        assert program.count("stablehlo.dot_general") % matmuls == 0
+        assert program.count("stablehlo.dot_general") == matmuls  # several chunks are iterations of a loop
     again = explain(shape(70, 24), shape(1536, 24), label_smoothing=0.1, softcap=30.0, device="h200").plan
     assert (again.path, again.matmuls[:2], len(again.matmuls)) == ("recompute", ("logits", "logits again"), 4)
 

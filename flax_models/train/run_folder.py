@@ -100,7 +100,11 @@ def resume_advice(folder: Path | None) -> str:
     """
     if folder is None:
         return "the run has not been created yet; run the same command again to start it"
-    if steps := steps_in(folder / "checkpoints"):
+    try:
+        steps = steps_in(folder / "checkpoints")
+    except OSError as error:  # must not replace the reason why the run was stopped
+        return f"its checkpoints cannot be read now ({error.strerror}); --resume tries again"
+    if steps:
         return f"--resume continues from the checkpoint of step {steps[-1]:,}"
     return "there is no checkpoint yet; --resume starts the run from the beginning"
 
