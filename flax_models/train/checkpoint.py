@@ -253,7 +253,7 @@ def _fault(folder: Path) -> tuple[str | None, bool]:
         return f"{name} is missing", True
     except OSError as error:
         return f"{name}: {first_line(error)}", False
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         return f"{MANIFEST}: {first_line(error)}", True
     return None, False
 
