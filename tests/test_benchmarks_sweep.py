@@ -60,7 +60,7 @@ def test_a_sweep_sets_every_option_that_measuring_reads(framework: str) -> None:
     assert figures.get("forward_ms") is None
 
 
-@pytest.mark.parametrize("floor", ["matmuls", "plan"])
+@pytest.mark.parametrize("floor", [pytest.param("matmuls", marks=pytest.mark.slow), "plan"])
 def test_jax_compiles_a_program_for_each_row_count(floor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunked implementation runs in the place of the kernels, whose plan has the row counts."""
     options, bench = cpu_options("jax", "--rows", "96", "48", "--floor", floor), linear_ce.open_bench("jax", "cpu")
