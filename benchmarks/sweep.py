@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # All modes of a shape together: its arrays are drawn once.
     order = {shape: index for index, (shape, _, _) in reversed([*enumerate(items)])}
     items.sort(key=lambda item: order[item[0]])
-    programs = [programs_of(item, method, options, file) for item in items] if options.compile_jobs else []
+    programs = (programs_of(item, method, options, file) for item in items)
     ahead = linear_ce.CompileAhead(bench, options.compile_jobs, programs, beside=options.beside)
     problem, made_for = None, None
     try:

@@ -1728,8 +1728,9 @@ BENCHMARKS_TRAIN = (
     Mutation(
         "benchmarks/jax_bench.py", "            self.stop()\n", "", tests("benchmarks_compile_ahead", "interrupt")
     ),
+    Mutation("benchmarks/jax_bench.py", "process.terminate()", "pass", tests("benchmarks_compile_ahead", "stop_ends")),
     Mutation(
-        "benchmarks/linear_ce.py", "enumerate(listed) if of_item)", "enumerate(listed))",
+        "benchmarks/linear_ce.py", "for index, of_item in listed if of_item)", "for index, of_item in listed)",
         tests("benchmarks_compile_ahead", "in_batches"),
     ),
     Mutation("benchmarks/plot.py", "max([row, *same]", "max([row]", tests("benchmarks", "newest_row")),
