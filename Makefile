@@ -45,8 +45,8 @@ for candidate in "$${PYTHON:-}" python$(1) python3 python python3.13 \
 done; echo "no Python $(1) that runs was found; set PYTHON=/path/to/python$(1)" >&2; exit 1
 endef
 
-.PHONY: help train test test-slow test-latest test-oldest test-oldest-torch test-oldest-jax test-hosts test-mutations lint
-.PHONY: format docs parity clean
+.PHONY: help train test test-slow test-latest test-oldest test-oldest-torch test-oldest-jax test-hosts test-mutations
+.PHONY: lint format docs parity clean
 
 help:
 	@echo "make train        set up, then train the tiny language model on the standard library's sources"

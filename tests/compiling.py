@@ -41,7 +41,7 @@ def quick_callbacks() -> Iterator[None]:
 
 
 @contextmanager
-def tests_of_the_interpreter_need_jax_0_11_2() -> Iterator[None]:
+def no_interpreter_before_jax_0_11_2() -> Iterator[None]:
     """Skips a test that interprets a Mosaic kernel, if JAX is 0.11.1: its interpreter does not support `plgpu.load` and
     `plgpu.layout_cast`, which its compiler supports."""
 

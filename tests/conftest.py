@@ -87,10 +87,10 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     # PyTorch's tests do not need JAX
-    from compiling import quick_callbacks, quick_compilation, tests_of_the_interpreter_need_jax_0_11_2
+    from compiling import no_interpreter_before_jax_0_11_2, quick_callbacks, quick_compilation
 
     compilation = nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation()
-    with quick_callbacks(), tests_of_the_interpreter_need_jax_0_11_2(), compilation:
+    with quick_callbacks(), no_interpreter_before_jax_0_11_2(), compilation:
         yield
 
 
