@@ -1861,6 +1861,9 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/maxtext.py", "jnp.float32 if config.logits_dot_in_fp32 else", "", MAXTEXT),
     Mutation("jax_pallas/hosts/maxtext.py", "        classes = fsdp = ()\n", "        pass\n", MAXTEXT_DEVICES),
     Mutation("jax_pallas/hosts/maxtext.py", "    setattr(train, name, function)", "    pass", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'getattr(layer, "kernel_scale", None) is not None', "False", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'not hasattr(train, "vocab_tiling_linen_loss")', "True", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'not hasattr(train, "vocab_tiling_linen_loss")', "False", MAXTEXT),
 )
 OF_TITAN, OF_MEGATRON = tests("hosts_torchtitan", "not installed"), tests("hosts_megatron", "not installed")
 TITAN_RANKS, MEGATRON_RANKS = (tests("hosts_parallel", host) for host in ("titan", "megatron"))
