@@ -1685,7 +1685,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", '"reduction": reduction,', "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", '"vocab_size": None if', '"vocab_size": None if True or', HOSTS),
     Mutation("core_triton/hosts/deferred.py", "linear_bias=self.bias, ", "", HOSTS),
-    Mutation("core_triton/hosts/deferred.py", "if start != 0 or step != 1", "if step != 1", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if kept.start != 0 or kept.step != 1", "if kept.step != 1", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if sizes[-1] != self._classes:", "if False:", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if math.prod(sizes[:-1]) != ", "if 0 > ", HOSTS),
     Mutation("core_triton/hosts/deferred.py", " = __eq__ = __ne__", "", HOSTS),
