@@ -1685,7 +1685,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", '"reduction": reduction,', "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", '"vocab_size": None if', '"vocab_size": None if True or', HOSTS),
     Mutation("core_triton/hosts/deferred.py", "linear_bias=self.bias, ", "", HOSTS),
-    Mutation("core_triton/hosts/deferred.py", "if start != 0 or step != 1", "if step != 1", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if kept.start != 0 or kept.step != 1", "if kept.step != 1", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if sizes[-1] != self._classes:", "if False:", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if math.prod(sizes[:-1]) != ", "if 0 > ", HOSTS),
     Mutation("core_triton/hosts/deferred.py", " = __eq__ = __ne__", "", HOSTS),
@@ -1862,6 +1862,9 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/maxtext.py", "jnp.float32 if config.logits_dot_in_fp32 else", "", MAXTEXT),
     Mutation("jax_pallas/hosts/maxtext.py", "        classes = fsdp = ()\n", "        pass\n", MAXTEXT_DEVICES),
     Mutation("jax_pallas/hosts/maxtext.py", "    setattr(train, name, function)", "    pass", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'getattr(layer, "kernel_scale", None) is not None', "False", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'not hasattr(train, "vocab_tiling_linen_loss")', "True", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'not hasattr(train, "vocab_tiling_linen_loss")', "False", MAXTEXT),
 )
 OF_TITAN, OF_MEGATRON = tests("hosts_torchtitan", "not installed"), tests("hosts_megatron", "not installed")
 TITAN_RANKS, MEGATRON_RANKS = (tests("hosts_parallel", host) for host in ("titan", "megatron"))
