@@ -57,7 +57,7 @@ help:
 	@echo "make test-oldest  the quick CPU tests with the oldest versions: test-oldest-torch and test-oldest-jax"
 	@echo "make test-oldest-torch  those of core_triton with the oldest Python, torch, triton and NumPy"
 	@echo "make test-oldest-jax    those of jax_pallas and flax_models with the oldest JAX, flax, optax and others"
-	@echo "make test-mutations  break the code in some 550 places, one at a time: the quick tests must notice each"
+	@echo "make test-mutations  break the code in some 700 places, one at a time: the quick tests must notice each"
 	@echo "make parity       run the parity table on this machine"
 	@echo "make lint         ruff and pyright;  make format: let ruff rewrite"
 	@echo "make docs         set up, then build the documentation site in build/site; a broken link is an error"

@@ -100,7 +100,10 @@ class Programs:
                     future.set_result(None)
 
     def stop(self) -> None:
-        """Ends the compilation, and the processes that compile."""
+        """Ends the compilation, and the processes that compile.
+
+        These are all child processes of multiprocessing: a benchmark of JAX starts no others.
+        """
         self._stopped = True
         for process in multiprocessing.active_children():
             process.terminate()

@@ -1709,6 +1709,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
 
+OF_PLAN = tests("benchmarks_sweep", "plan_of_its_rows")
 OF_HF = tests("benchmarks_train", "transformers or another_process or other_devices")
 BENCHMARKS_TRAIN = (
     Mutation(
@@ -1721,6 +1722,9 @@ BENCHMARKS_TRAIN = (
         "benchmarks/sweep.py", "except Exception as error:  # other", "except OSError as error:  # other",
         tests("benchmarks_sweep", "does_not_end_the_run"),
     ),
+    Mutation("benchmarks/jax_programs.py", "preferring(method.rows)", "preferring(method.rows, traces=False)", OF_PLAN),
+    Mutation("benchmarks/chunk_rows.py", "forget_traces()\n        try", "pass\n        try", OF_PLAN),
+    Mutation("benchmarks/chunk_rows.py", "                forget_traces()\n", "                pass\n", OF_PLAN),
     Mutation(
         "benchmarks/fit_chunk_cost.py", 'if row.get("floor") == PLAN:', "if False:",
         tests("benchmarks_sweep", "relative_to_the_choice"),

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -84,6 +86,21 @@ def test_jax_compiles_a_program_for_each_row_count(floor: str, monkeypatch: pyte
     found = [(row["method"], row["chunk_rows"], row["status"]) for row in file.rows]
     assert found == [("mosaic", rows, "ok") for rows in built[floor == "plan" :]]
     assert [row["plan"]["chunk_rows"] for row in file.rows if "plan" in row] == built[: floor == "plan"]
+
+
+def test_a_program_has_the_plan_of_its_rows() -> None:
+    """JAX keeps what it traced of the functions in a program, and with it their plan."""
+    shape, mode = SHAPES["smoke"], MODES["eval"]
+
+    @jax.jit
+    def planned_rows(x: jax.Array, w: jax.Array, y: jax.Array) -> int:
+        return sweep.explain("jax", x, w, sweep.budget_of(mode), "mosaic", "h200").plan.chunks.rows
+
+    x, w = (jnp.zeros((rows, shape.d), jnp.bfloat16) for rows in (shape.n, shape.v))
+    arguments = x, w, jnp.zeros(shape.n, jnp.int32), None
+    for rows, expected in ((None, 96), (48, 48), (None, 96)):
+        method = Method("mosaic", "ours", lambda mode: planned_rows, takes_budget=True, rows=rows)
+        assert jax_programs.compile_call(method, mode, arguments).program(*arguments) == (expected,)
 
 
 @pytest.fixture

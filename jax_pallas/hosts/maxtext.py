@@ -202,7 +202,7 @@ def patch(**options: Any) -> Patch:
         **options: of `vocab_tiling_nnx_loss`.
 
     Raises:
-        ImportError: MaxText does not have these functions, or with other arguments.
+        ImportError: MaxText does not have these functions, or they have other arguments.
         TypeError: an option is one that MaxText's configuration determines, or its type is wrong.
         ValueError: the value of an option.
 
