@@ -390,7 +390,6 @@ def assert_pipelined(launch: Launch, arch: int) -> None:
     assert wrong is None, f"{launch.name} {wrong}"
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9 announces 3.10
 @pytest.mark.parametrize(("arch", "operands"), SAMPLES)
 def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands: str) -> None:
     chosen = sample(arch, operands)
@@ -407,7 +406,6 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
         assert_pipelined(launch, arch)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() -> None:
     call = Call("train", "llama3-8b", implementation="triton_sm80")
     names = ("exponentials_kernel", "d_weight_kernel", "d_input_kernel")
@@ -432,7 +430,6 @@ AMPERE_INNER = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "step", "stages"), [(80, 64, 2), (89, 32, 3)])
 def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, step: int, stages: int) -> None:
     chosen = [launch for launch in sample(arch, "bf16") if "ampere" in launch.kernel.__module__]
@@ -447,7 +444,6 @@ def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, ste
         assert_pipelined(launch, arch)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("arch", "capability"), [(80, 80), (89, 86), (89, 89), (90, 90)])
 def test_gradients_for_compute_capability_8_take_either_head(arch: int, capability: int, transposed: bool) -> None:
@@ -468,7 +464,6 @@ def test_gradients_for_compute_capability_8_take_either_head(arch: int, capabili
         assert compiled.shared == sizes["STAGES"] * 2 * inner * sum(blocks.values())
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("call", [{"bias": True}, {"plan": "stats", "softcap": 30.0, "transposed": True}], ids=str)
 @pytest.mark.parametrize(("arch", "capability"), [(80, 80), (89, 86), (90, 90)])
 def test_pieces_for_compute_capability_8_move_16_bytes_at_a_time(
@@ -491,7 +486,6 @@ def test_pieces_for_compute_capability_8_move_16_bytes_at_a_time(
         assert stores is None or sass.count("STG.E.128") == stores, name
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("arch", [80, 89])
 def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -> None:
     """Its operands are turned on the way from shared memory (ldmatrix.trans). The old tile is loaded after the loop,
@@ -510,7 +504,6 @@ def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "name"), COMPILED)
 def test_what_a_call_launches_compiles_and_fits(arch: int, name: str) -> None:
     for launch in launches(arch, name):
@@ -529,7 +522,6 @@ def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
             assert_overlaps(launch)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("in_l2", "late"), [(0, {}), (0.5, {}), (1, {}), (0, {"LATE": 24, "ROUNDS": 9})])
 def test_d_weight_is_loaded_or_added_in_l2(in_l2: float, late: dict[str, int]) -> None:
     """Each warpgroup stores a tile's quarters at two places: under the next matmul, and after the last one."""
@@ -545,7 +537,6 @@ def test_d_weight_is_loaded_or_added_in_l2(in_l2: float, late: dict[str, int]) -
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("name", "chunks"), [("train-split", set()), ("split-transposed", {"d_input_kernel"})])
 def test_gradients_of_a_split_head_on_hopper_keep_all_in_registers(name: str, chunks: set[str]) -> None:
     """The first chunk, which is the only one of "train-split", is in pieces."""
@@ -670,7 +661,6 @@ SPILLS |= {(arch, "shard-stats"): SPILLS[80 if arch == 89 else arch, "token-stat
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "name"), COMPILED)
 def test_no_other_register_is_spilled(arch: int, name: str) -> None:
     spilled: dict[str, int] = {}
