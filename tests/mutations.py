@@ -475,6 +475,12 @@ TOKEN_LOSSES = (
         "keeps = not others",
         tests("jax_pallas_token_loss", "what_mixes_tokens"),
     ),
+    Mutation(
+        "jax_pallas/elementwise.py",
+        'if "{V:" in str(traced.jaxpr):',
+        "if False:",
+        tests("jax_pallas_sharding", "refused"),
+    ),
     Mutation("jax_pallas/ops.py", "(gradient * d_loss).astype(like.dtype)", "gradient.astype(like.dtype)", JAX_TOKENS),
     Mutation(
         "jax_pallas/ops.py",
