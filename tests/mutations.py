@@ -1681,6 +1681,7 @@ SCALE_OUT = (
 )  # fmt: skip
 
 DOCTOR = (
+    Mutation("linear_ce/doctor.py", "if not launch.is_direct():", "if False:", tests("doctor", "takes_longer")),
     Mutation("linear_ce/doctor.py", "= 300, 128, 1088, 0", "= 300, 128, 1003, 0", tests("doctor", "kernels_of_the")),
 )
 HOSTS = tests("hosts_transformers", "not report")
