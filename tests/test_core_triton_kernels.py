@@ -288,7 +288,7 @@ FOR_HOPPER = (
 FOR_AMPERE = (
     "stats-transposed",
     "smoothing-transposed",
-)  # run only for compute capability 8.x: kernels that spill
+)  # run only for compute capability 8.x: kernels that spilled
 # Those of `FOR_HOPPER` that have kernels on other GPUs which no remaining call launches.
 WITH_OTHER_KERNELS = ["train-long", "split-transposed", "smoothing-fp16-head32"]
 COMPILED = [
@@ -571,14 +571,12 @@ def test_what_is_loaded_of_d_weight_depends_on_the_gpu_and_on_the_rows(gpu: str,
     assert found == loaded
 
 
-# Bytes of registers that the kernels of a call spill. Those of compute capability 8.x are also in docs/options.md.
+# Bytes of registers that the kernels of a call spill. Those for compute capability 8.x spill none: docs/options.md.
 SPILLS = {
     (100, "train-smoothing"): {
         "kernels.d_logits_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; HAS_SIGMA,W_BY_CLASS,HAS_BIAS,"
         "HAS_SOFTCAP)": 72
     },
-    (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
-    (80, "smoothing-fp16"): {"ampere_gradients.smooth_d_input_kernel(; W_BY_CLASS)": 8},
     # All statistics of token losses together.
     (90, "token-stats"): {
         "kernels.repair_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
@@ -624,30 +622,8 @@ SPILLS = {
     (100, "entropy-fp16"): {
         "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64]; W_BY_CLASS,HAS_BIAS,HAS_SOFTCAP,STATISTICS=4)": 40
     },
-    **{
-        (arch, "token-stats-fp16"): {
-            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,STATISTICS=159)": 312,
-        }
-        for arch in (80, 89)
-    },
-    **{
-        (arch, "token-stats"): {
-            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,HAS_BIAS,STATISTICS=31)": exponentials,
-        }
-        for arch, exponentials in ((80, 256), (89, 264))
-    },
-    **{
-        (arch, "token-stats-softcap"): {
-            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,HAS_SOFTCAP,STATISTICS=31)": exponentials,
-            "kernels.repair_kernel(; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,HAS_SOFTCAP,STATISTICS=31)": repair,
-        }
-        for arch, exponentials, repair in ((80, 392, 80), (89, 376, 72))
-    },
 }
-
-
-# With a shard's sizes the kernel for compute capability 8.9 spills what that for 8.0 does.
-SPILLS |= {(arch, "shard-stats"): SPILLS[80 if arch == 89 else arch, "token-stats"] for arch in SHARED_MEMORY}
+SPILLS |= {(arch, "shard-stats"): SPILLS[arch, "token-stats"] for arch in (90, 100)}
 
 
 @pytest.mark.slow
