@@ -95,8 +95,8 @@ def add_logits(found, logits, logit_sum, columns, column, STATISTICS: gl.constex
         if ARGMAX & STATISTICS:
             place = gl.expand_dims(columns - column, 0)
             here = gl.where(logits == gl.expand_dims(of_quarter, 1), place, FIRST + logits.shape[1])
-            first = to_rows(gl.min(here, 1).to(gl.float32), found)
-            argmax = gl.where(to_rows(of_quarter, found) > top, first, argmax)
+            above = to_rows(of_quarter, found) > top
+            argmax = gl.where(above, to_rows(gl.min(here, 1).to(gl.float32), found), argmax)
         top = gl.maximum(top, to_rows(of_quarter, found))
     if LOGIT_SUM & STATISTICS:
         logit += to_rows(logit_sum, found)

@@ -323,24 +323,23 @@ def store_statistics(
 ):  # fmt: skip
     """Writes the `linear_ce.statistics` of a tile's rows, one after the other, each `rows` elements after the one
     before: (25), (43). `at` is where the first goes. The class of the largest logit is its column in the tile."""
+    # In this order no register of a repair on Hopper spills.
+    if ENTROPY & STATISTICS:
+        terms = tl.where(exponentials == 0, 0.0, exponentials * (logits * LOG2_E - ref_exponent[:, None]))
+        tl.store(at + planes(STATISTICS & (ENTROPY - 1)) * rows, tl.sum(terms, 1), mask=inside)
+    if SQUARES & STATISTICS:
+        squares = tl.sum(exponentials * exponentials, 1)
+        tl.store(at + planes(STATISTICS & (SQUARES - 1)) * rows, squares, mask=inside)
     if MAX & STATISTICS:
         top = tl.max(logits, 1)
         tl.store(at, top, mask=inside)
-        at += rows
         if ARGMAX & STATISTICS:
             here = tl.where(logits == top[:, None], tl.arange(0, BLOCK_V)[None, :], BLOCK_V)
-            tl.store(at, tl.min(here, 1).to(tl.float32), mask=inside)
-            at += rows
-    if ENTROPY & STATISTICS:
-        terms = tl.where(exponentials == 0, 0.0, exponentials * (logits * LOG2_E - ref_exponent[:, None]))
-        tl.store(at, tl.sum(terms, 1), mask=inside)
-        at += rows
+            tl.store(at + rows, tl.min(here, 1).to(tl.float32), mask=inside)
     if LOGIT_SUM & STATISTICS:
         here = (column + tl.arange(0, BLOCK_V) < classes)[None, :]
-        tl.store(at, tl.sum(tl.where(here, logits, 0.0), 1), mask=inside)
-        at += rows
-    if SQUARES & STATISTICS:
-        tl.store(at, tl.sum(exponentials * exponentials, 1), mask=inside)
+        logit_sum = tl.sum(tl.where(here, logits, 0.0), 1)
+        tl.store(at + planes(STATISTICS & (LOGIT_SUM - 1)) * rows, logit_sum, mask=inside)
 
 
 @triton.jit
