@@ -326,10 +326,10 @@ def store_statistics(
     # In this order no register of a repair on Hopper spills.
     if ENTROPY & STATISTICS:
         terms = tl.where(exponentials == 0, 0.0, exponentials * (logits * LOG2_E - ref_exponent[:, None]))
-        tl.store(at + planes(STATISTICS & (ENTROPY - 1)) * rows, tl.sum(terms, 1), mask=inside)
+        tl.store(at + planes((ENTROPY - 1) & STATISTICS) * rows, tl.sum(terms, 1), mask=inside)
     if SQUARES & STATISTICS:
         squares = tl.sum(exponentials * exponentials, 1)
-        tl.store(at + planes(STATISTICS & (SQUARES - 1)) * rows, squares, mask=inside)
+        tl.store(at + planes((SQUARES - 1) & STATISTICS) * rows, squares, mask=inside)
     if MAX & STATISTICS:
         top = tl.max(logits, 1)
         tl.store(at, top, mask=inside)
@@ -339,7 +339,7 @@ def store_statistics(
     if LOGIT_SUM & STATISTICS:
         here = (column + tl.arange(0, BLOCK_V) < classes)[None, :]
         logit_sum = tl.sum(tl.where(here, logits, 0.0), 1)
-        tl.store(at + planes(STATISTICS & (LOGIT_SUM - 1)) * rows, logit_sum, mask=inside)
+        tl.store(at + planes((LOGIT_SUM - 1) & STATISTICS) * rows, logit_sum, mask=inside)
 
 
 @triton.jit
