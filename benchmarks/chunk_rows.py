@@ -65,12 +65,16 @@ class Choice(NamedTuple):
 
 
 def forget_plans() -> None:
-    """Forgets all plans, and what was recorded or traced with them."""
+    """Forgets all plans, and what core_triton recorded with them."""
     for name in ("core_triton.plan", "jax_pallas.plan"):
         if name in sys.modules:
             sys.modules[name].make_plan.cache_clear()
     if "core_triton.replay" in sys.modules:
         sys.modules["core_triton.replay"]._recordings.clear()
+
+
+def forget_traces() -> None:
+    """Forgets what JAX traced, and so the plans that are in it."""
     if "jax_pallas.plan" in sys.modules:
         sys.modules["jax"].clear_caches()
 
@@ -89,15 +93,26 @@ def estimating(estimate: Estimate) -> Iterator[None]:
 
 
 @contextmanager
-def preferring(rows: int) -> Iterator[None]:
-    """Makes plans with equal chunks of `rows` rows, or, where none of that many fit, of as many as come nearest."""
+def preferring(rows: int, *, traces: bool = True) -> Iterator[None]:
+    """Makes plans with equal chunks of `rows` rows, or, where none of that many fit, of as many as come nearest.
+
+    Args:
+        rows: of a chunk.
+        traces: JAX traces all programs again, inside and afterwards. Without it, only plans are made again.
+    """
     usual = chunk_cost.call_ms
 
     def estimate(call: Call, chunk: Chunk, last: Chunk) -> float:
         return FAR * (abs(chunk.rows - rows) + bool(last.pieces)) + usual(call, chunk, last)
 
     with estimating(estimate):
-        yield
+        if traces:
+            forget_traces()
+        try:
+            yield
+        finally:
+            if traces:
+                forget_traces()
 
 
 def fewest_rows(make: Callable[[], Any]) -> int:

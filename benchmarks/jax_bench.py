@@ -2,6 +2,7 @@
 
 import gc
 import math
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,6 +90,8 @@ class Programs:
                         return
                 print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
         except Exception as error:
+            if self._stopped:  # which breaks the pool
+                return
             print(f"not compiled, so each is compiled when its row comes: {describe(error)}", flush=True)
             raise
         finally:  # `of` must not wait for a program that does not come
@@ -97,8 +100,13 @@ class Programs:
                     future.set_result(None)
 
     def stop(self) -> None:
-        """Ends the compilation: programs that no process has begun are not compiled."""
+        """Ends the compilation, and the processes that compile.
+
+        These are all child processes of multiprocessing: a benchmark of JAX starts no others.
+        """
         self._stopped = True
+        for process in multiprocessing.active_children():
+            process.terminate()
 
     def of(self, program: Program, method: Method, arguments: tuple[Any, ...]) -> Compiled:
         """Returns the compiled program of a method: the one of an earlier row, one that was compiled ahead, or a new

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -84,9 +85,10 @@ def jitted_call(method: Method, mode: Mode) -> Any:
 
 
 def compile_call(method: Method, mode: Mode, arguments: tuple[Any, ...]) -> Compiled:
-    """Compiles a method for arguments: arrays, or `jax.ShapeDtypeStruct`."""
-    call, start = jitted_call(method, mode), time.perf_counter()
-    lowered, lowered_at = call.lower(*arguments), time.perf_counter()
+    """Compiles a method, with its `rows` if it has some, for arguments: arrays, or `jax.ShapeDtypeStruct`."""
+    with nullcontext() if method.rows is None else preferring(method.rows):
+        call, start = jitted_call(method, mode), time.perf_counter()
+        lowered, lowered_at = call.lower(*arguments), time.perf_counter()
     program = lowered.compile()
     figures = {
         "lower_s": lowered_at - start,
@@ -163,7 +165,7 @@ def title(program: Program) -> str:
 def compile_ahead(program: Program) -> Ahead:
     """Compiles one program, without arrays."""
     shape, mode = program.shape, program.mode
-    method = jax_methods.METHODS[program.method]
+    method = replace(jax_methods.METHODS[program.method], rows=program.rows)
     weight = (shape.d, shape.v) if method.vocab_axis == 1 else (shape.v, shape.d)
     arguments = (
         jax.ShapeDtypeStruct((shape.n, shape.d), program.dtype),
@@ -173,8 +175,7 @@ def compile_ahead(program: Program) -> Ahead:
         *(jax.ShapeDtypeStruct((shape.n,), jnp.float32) for _ in mode.objective.per_token),
     )
     try:
-        with nullcontext() if program.rows is None else preferring(program.rows):
-            compiled = compile_call(method, mode, arguments)
+        compiled = compile_call(method, mode, arguments)
     except Exception as error:  # its row will say the same
         return Ahead(f"{title(program)}: not compiled: {describe(error)}", None)
     text = compiled.program.as_text()

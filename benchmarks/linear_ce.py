@@ -10,7 +10,6 @@ import os
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,21 +153,23 @@ class CompileAhead:
 
     def __init__(self, bench: Bench, jobs: int, programs: Iterable[Iterable[Program]], *, beside: bool = False) -> None:
         self._bench, self._jobs, self._beside = bench, jobs, beside
-        listed = [*map(list, programs)]
-        self._waiting = deque((index, of_item) for index, of_item in enumerate(listed) if of_item)
+        listed = enumerate(map(list, programs if jobs else ()))  # an item is only planned when its batch begins
+        self._waiting = ((index, of_item) for index, of_item in listed if of_item)
+        self._next = next(self._waiting, None)
         self._newest = -1  # the first item of the newest batch
 
     def before(self, item: int) -> None:
         """Compiles the programs of the item that is measured next, with those of later ones, unless it was done."""
         self._compile(item)
-        if self._beside and self._newest <= item and self._waiting:
-            self._compile(self._waiting[0][0])
+        if self._beside and self._newest <= item and self._next:
+            self._compile(self._next[0])
 
     def _compile(self, item: int) -> None:
         batch: list[Program] = []
-        while self._waiting and (self._waiting[0][0] <= item or 0 < len(batch) < BATCH * self._jobs):
-            batch += self._waiting.popleft()[1]
-        if batch and self._jobs:
+        while self._next and (self._next[0] <= item or 0 < len(batch) < BATCH * self._jobs):
+            batch += self._next[1]
+            self._next = next(self._waiting, None)
+        if batch:
             self._newest = item
             self._bench.compile_ahead(batch, self._jobs, beside=self._beside)
 

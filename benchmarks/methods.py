@@ -178,7 +178,7 @@ class Bench(Protocol):
         ...
 
     def stop_compiling(self) -> None:
-        """Ends what `compile_ahead` began: programs that no process has started with are not compiled."""
+        """Ends what `compile_ahead` began, and its processes. Programs that are not compiled yet stay so."""
         ...
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:

@@ -69,6 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.grid, options.kernels = True, False
     options.timing = Timing(options.seconds, options.warmup, energy_seconds=0, min_pairs=options.pairs)
     options.trace = False
+    options.code_hash = results.source_hash(options.framework, choices=CHOICES)
     return options
 
 
@@ -175,7 +176,7 @@ def rows_of(
     """Returns the choices of a shape and mode, each with the row that it will have, without what is measured. The
     plan chooses `planned`."""
     common = linear_ce.row_of(item, method, options) | {
-        "code_hash": results.source_hash(options.framework, choices=CHOICES),
+        "code_hash": options.code_hash,
         "budget": budget_of(item[1]),
     }
     found = []
@@ -249,7 +250,8 @@ def sweep(
     @contextmanager
     def preferring_choice(choice: Choice) -> Iterator[Method]:
         own = replace(method, rows=preferred(choice))
-        with nullcontext() if own.rows is None else preferring(own.rows):
+        # JAX has the plan in its program, which `compile_call` makes with the same rows.
+        with nullcontext() if own.rows is None else preferring(own.rows, traces=False):
             if Division.of_plan(make()) != choice.division:
                 raise AssertionError(f"the plan must have {choice.division}, not {Division.of_plan(make())}")
             yield own
@@ -311,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # All modes of a shape together: its arrays are drawn once.
     order = {shape: index for index, (shape, _, _) in reversed([*enumerate(items)])}
     items.sort(key=lambda item: order[item[0]])
-    programs = [programs_of(item, method, options, file) for item in items] if options.compile_jobs else []
+    programs = (programs_of(item, method, options, file) for item in items)
     ahead = linear_ce.CompileAhead(bench, options.compile_jobs, programs, beside=options.beside)
     problem, made_for = None, None
     try:

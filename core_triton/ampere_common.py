@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from core_triton.gluon_common import copy_to_shared
 from core_triton.kernels import piece_start
 
 SLICE = gl.constexpr(16)  # elements of the inner dimension of a matrix instruction (mma.sync)
@@ -81,7 +82,7 @@ def copy_operand(buffer, operand, k, end):
         others, stride, piece, piece_rows = operand.pieces
         base = piece_start(base, others, stride, piece, piece_rows, k)
     pointers = base + k * operand.stride + operand.offsets
-    async_copy.async_copy_global_to_shared(buffer, pointers, mask=k + operand.inner_ids < end)
+    copy_to_shared(buffer, pointers, mask=k + operand.inner_ids < end)
 
 
 @gluon.jit

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from core_triton.kernels import (
     ARGMAX,
@@ -17,6 +19,18 @@ from core_triton.kernels import (
     SQUARES,
     planes,
 )
+
+# Triton 3.7 renamed the barrier, Triton 3.8 the copies, and Triton 3.9 the method.
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+_shared: Any = gl.shared_memory_descriptor
+reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 
 
 @gluon.jit

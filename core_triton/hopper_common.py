@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from core_triton.gluon_common import thread_barrier, tma_load, tma_store
 from core_triton.kernels import tile_of
 
 # Registers of a thread: setmaxnreg gives the loading warp's to those that multiply.
@@ -96,12 +97,12 @@ def load_tiles(x_desc, w_desc, ring, sizes, tiling):
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             bar = ring.full.index(stage)
             mbarrier.expect(bar, (2 * HALF + tiling.block_v) * BLOCK_D * 2)
-            tma.async_copy_global_to_shared(x_desc, [row, k], bar, ring.a.index(2 * stage))
-            tma.async_copy_global_to_shared(x_desc, [row + HALF, k], bar, ring.a.index(2 * stage + 1))
+            tma_load(x_desc, [row, k], bar, ring.a.index(2 * stage))
+            tma_load(x_desc, [row + HALF, k], bar, ring.a.index(2 * stage + 1))
             if tiling.w_by_class:
-                tma.async_copy_global_to_shared(w_desc, [column, k], bar, ring.b.index(stage))
+                tma_load(w_desc, [column, k], bar, ring.b.index(stage))
             else:
-                tma.async_copy_global_to_shared(w_desc, [k, column], bar, ring.b.index(stage))
+                tma_load(w_desc, [k, column], bar, ring.b.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -173,7 +174,7 @@ def store_quarter(desc, buffers, quarter, row, column, WHICH: gl.constexpr, i: g
     """Stores the quarter `i` of a tile through one of the warpgroup's two buffers. Values outside of `desc` are not
     stored."""
     buffer = fill_buffer(buffers, quarter, WHICH, i, 1)
-    tma.async_copy_shared_to_global(desc, [row, column], buffer)
+    tma_store(desc, [row, column], buffer)
 
 
 @gluon.jit
@@ -182,8 +183,8 @@ def fill_buffer(buffers, quarter, WHICH: gl.constexpr, i: gl.constexpr, STORES: 
     STORES times."""
     buffer = buffers.index(2 * WHICH + i % 2)
     tma.store_wait(STORES)  # the stores of the quarter before the last have read this buffer
-    gl.thread_barrier()
+    thread_barrier()
     buffer.store(quarter.to(buffers.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     return buffer

@@ -24,7 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from core_triton import tile_config
 from core_triton.first_chunk import StoredExponentials
-from core_triton.gluon_common import active_rows, chunk_power, halves, quarters
+from core_triton.gluon_common import (
+    active_rows,
+    chunk_power,
+    halves,
+    quarters,
+    reinterpret,
+    thread_barrier,
+    tma_load,
+    tma_store,
+)
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
@@ -54,7 +63,7 @@ D_WEIGHT_LOAD_REGISTERS = gl.constexpr(24)
 
 @builtin
 def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
-    """Adds a block in shared memory to memory: TMA's reduction, in L2. Gluon has only `async_copy_shared_to_global`."""
+    """Adds a block in shared memory to memory: TMA's reduction, in L2, which Gluon of Triton 3.6 lacks."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
@@ -108,9 +117,9 @@ def load_d_weight(
                     mbarrier.wait(ring.empty.index(stage), phase ^ 1)
                     bar = ring.full.index(stage)
                     mbarrier.expect(bar, (2 * HALF + BLOCK_V) * BLOCK_N * 2)
-                    tma.async_copy_global_to_shared(x_desc, [k, d], bar, ring.a.index(2 * stage))
-                    tma.async_copy_global_to_shared(x_desc, [k, d + HALF], bar, ring.a.index(2 * stage + 1))
-                    tma.async_copy_global_to_shared(e_desc, [k, v], bar, ring.b.index(stage))
+                    tma_load(x_desc, [k, d], bar, ring.a.index(2 * stage))
+                    tma_load(x_desc, [k, d + HALF], bar, ring.a.index(2 * stage + 1))
+                    tma_load(e_desc, [k, v], bar, ring.b.index(stage))
                     stage, phase = next_stage(stage, phase, STAGES)
                 for i in gl.static_range(LOADED):
                     if part == (PARTS - 1 if OLD_LAST else i):
@@ -118,8 +127,8 @@ def load_d_weight(
                         bar = ring.full.index(stage)
                         mbarrier.expect(bar, 2 * HALF * WIDTH * 2)
                         old = old_quarters(ring.b, stage, old_desc)
-                        tma.async_copy_global_to_shared(old_desc, [v + i * WIDTH, d], bar, old.index(0))
-                        tma.async_copy_global_to_shared(old_desc, [v + i * WIDTH, d + HALF], bar, old.index(1))
+                        tma_load(old_desc, [v + i * WIDTH, d], bar, old.index(0))
+                        tma_load(old_desc, [v + i * WIDTH, d + HALF], bar, old.index(1))
                         stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -137,7 +146,7 @@ def class_of(row, of_shards):
 def old_quarters(e_ring, stage, old_desc):
     """Returns a stage of e's ring as a quarter of the old tile of each warpgroup."""
     shape: gl.constexpr = [2] + old_desc.block_type.shape
-    return e_ring.index(stage)._reinterpret(e_ring.dtype, shape, old_desc.layout)
+    return reinterpret(e_ring.index(stage), e_ring.dtype, shape, old_desc.layout)
 
 
 @gluon.jit
@@ -145,7 +154,7 @@ def read_old_quarter(old_desc, ring, stage, phase, layout: gl.constexpr, WHICH: 
     """Waits for a quarter of the old tile, and returns it; its stage is free then."""
     mbarrier.wait(ring.full.index(stage), phase)
     old_quarter = old_quarters(ring.b, stage, old_desc).index(WHICH).permute((1, 0)).load(layout)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(ring.empty.index(stage), count=1)
     return old_quarter
 
@@ -170,14 +179,14 @@ def store_d_weight(
     d, v = (tile % d_blocks) * (2 * HALF) + WHICH * HALF, (tile // d_blocks) * (4 * WIDTH)
     buffer = buffers.index(2 * WHICH + i % 2)
     tma.store_wait(1)  # the store before the last has read this buffer
-    gl.thread_barrier()
+    thread_barrier()
     buffer.permute((1, 0)).store(quarter)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     if ADDS:
         async_add_shared_to_global(d_weight_desc, [v + i * WIDTH, d], buffer)
     else:
-        tma.async_copy_shared_to_global(d_weight_desc, [v + i * WIDTH, d], buffer)
+        tma_store(d_weight_desc, [v + i * WIDTH, d], buffer)
 
 
 @gluon.jit
@@ -430,14 +439,14 @@ def write_part(
 def load_e(e_desc, others, row, k, bar, stage):
     """Loads a step of the exponentials, whose classes begin at `k`."""
     if len(others) == 0:
-        tma.async_copy_global_to_shared(e_desc, [row, k], bar, stage)
+        tma_load(e_desc, [row, k], bar, stage)
     else:
         others_desc, piece, piece_rows = others
         if k < piece:
-            tma.async_copy_global_to_shared(e_desc, [row, k], bar, stage)
+            tma_load(e_desc, [row, k], bar, stage)
         else:
             first = (k // piece - 1) * piece_rows
-            tma.async_copy_global_to_shared(others_desc, [first + row, k % piece], bar, stage)
+            tma_load(others_desc, [first + row, k % piece], bar, stage)
 
 
 @gluon.jit
@@ -459,11 +468,11 @@ def load_d_input(w_desc, e_desc, others, ring, active, d_blocks, schedule, W_BY_
                 bar = ring.full.index(stage)
                 mbarrier.expect(bar, (128 * ITEMSIZE + BLOCK_N * 2) * BLOCK_V)
                 if W_BY_CLASS:
-                    tma.async_copy_global_to_shared(w_desc, [k, d], bar, ring.a.index(2 * stage))
-                    tma.async_copy_global_to_shared(w_desc, [k, d + 64], bar, ring.a.index(2 * stage + 1))
+                    tma_load(w_desc, [k, d], bar, ring.a.index(2 * stage))
+                    tma_load(w_desc, [k, d + 64], bar, ring.a.index(2 * stage + 1))
                 else:
-                    tma.async_copy_global_to_shared(w_desc, [d, k], bar, ring.a.index(2 * stage))
-                    tma.async_copy_global_to_shared(w_desc, [d + 64, k], bar, ring.a.index(2 * stage + 1))
+                    tma_load(w_desc, [d, k], bar, ring.a.index(2 * stage))
+                    tma_load(w_desc, [d + 64, k], bar, ring.a.index(2 * stage + 1))
                 load_e(e_desc, others, row, k, bar, ring.b.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
 

@@ -26,6 +26,7 @@ from core_triton.gluon_common import (
     no_statistics,
     quarters,
     store_statistics,
+    tma_store,
 )
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
@@ -199,9 +200,9 @@ def store_done(e_desc, others, buffers, done, WHICH: gl.constexpr, i: gl.constex
         others_desc, piece, piece_rows = others
         number = column // piece
         buffer = fill_buffer(buffers, done.quarters[i], WHICH, i, 2)
-        tma.async_copy_shared_to_global(e_desc, [done.row, column], buffer)
+        tma_store(e_desc, [done.row, column], buffer)
         row = gl.where(number == 0, OUTSIDE, done.row + (number - 1) * piece_rows)
-        tma.async_copy_shared_to_global(others_desc, [row, column - number * piece], buffer)
+        tma_store(others_desc, [row, column - number * piece], buffer)
 
 
 @gluon.jit

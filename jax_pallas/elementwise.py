@@ -107,8 +107,8 @@ def trace_token_loss(
     program = of_tokens if get_abstract_mesh().empty else _without_mesh(of_tokens)
     key, texts = _key(token_loss), [str(program)]
     if any(f"{kind}_call" in texts[0] for kind in ("custom_jvp", "custom_vjp")):
-        rules_of_all = _derivative(_program(of_all), arguments, length)
-        rules = _derivative(_program(traced), arguments, 1)
+        rules_of_all = _derivative(of_all, arguments, length)
+        rules = _derivative(traced, arguments, 1)
         try:
             _check_elementwise(rules_of_all.jaxpr, arguments + 1, length)
             _check_same_program(rules_of_all, rules, length)
@@ -161,8 +161,9 @@ def _traced(token_loss: Callable[..., Array], length: int, per_token: int) -> Cl
     return jax.make_jaxpr(checked)(*[jax.ShapeDtypeStruct((length,), jnp.float32)] * (1 + per_token))
 
 
-def _derivative(program: ClosedJaxpr, arguments: int, length: int) -> ClosedJaxpr:
+def _derivative(traced: ClosedJaxpr, arguments: int, length: int) -> ClosedJaxpr:
     """Returns a trace of the derivatives with respect to the arguments, for `length` tokens."""
+    program = _program(traced)
     types: list[Any] = [var.aval for var in program.jaxpr.invars[:-arguments]]
     closure = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types]
     of_tokens = [jax.ShapeDtypeStruct((length,), jnp.float32)] * (arguments + 1)
@@ -176,6 +177,8 @@ def _derivative(program: ClosedJaxpr, arguments: int, length: int) -> ClosedJaxp
         with one_device():
             return jax.make_jaxpr(derivative)(closure, of_tokens)
     except Exception as error:
+        if "{V:" in str(traced.jaxpr):  # the type of a varying array, for which JAX traces a rule
+            raise _varies() from error
         raise RuntimeError(
             f"the derivative of token_loss raised {type(error).__name__} for arguments ({length},) float32: {error}"
         ) from error
@@ -428,7 +431,11 @@ def _refuse_mesh(equation: Any) -> None:
     """Raises ValueError if an equation calls something that has a primitive of a mesh in it."""
     text = str(equation)
     if any(f"= {name}[" in text or f"= {name} " in text for name in MESH_PRIMITIVES):
-        raise ValueError(
-            "token_loss closes over an array that varies over mesh axes, and uses it in a function with derivatives "
-            "of its own or in a branch: broadcast it to target's shape and pass it in per_token"
-        )
+        raise _varies()
+
+
+def _varies() -> ValueError:
+    return ValueError(
+        "token_loss closes over an array that varies over mesh axes, and uses it in a function with derivatives of its "
+        "own or in a branch: broadcast it to target's shape and pass it in per_token"
+    )

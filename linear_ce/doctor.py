@@ -108,6 +108,12 @@ def torch_package() -> Package:
         name = known_gpu(gpu.name, 10 * gpu.major + gpu.minor)
         about += f"{count} NVIDIA GPU{'s, the first' if count > 1 else ''}: {gpu.name}, compute capability {gpu.major}."
         about += f"{gpu.minor}, {gpu.multi_processor_count} multiprocessors, {gpu.total_memory / 2**30:.0f} GiB"
+        from core_triton import launch  # imports triton, which PyTorch may lack on a machine without a GPU
+
+        if not launch.is_direct():
+            tested = " and ".join(f"{one}x" for one in launch.DIRECT_VERSIONS)
+            about += "\n  kernels are launched by Triton's launcher, which takes more time of the CPU than ours: "
+            about += f"ours is tested with Triton {tested}"
     elif torch.version.cuda is None:
         about += "no NVIDIA GPU: this build of PyTorch has no CUDA"
     else:

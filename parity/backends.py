@@ -248,7 +248,12 @@ def torch_outputs(case: Case, tensors: dict[str, Any], options: dict[str, Any]) 
         # A token loss may be constant in an array. Autograd then gives no gradient of it.
         zeros = case.function == "token_loss"
         roots = [outputs[name] for name in roots_of(case)]
-        upstream = [cotangents[f"d_{name}"].reshape(outputs[name].shape) for name in roots_of(case)]
+        upstream = [cotangents[f"d_{name}"] for name in roots_of(case)]
+        # torch 2.15 does not reshape an empty DTensor, even to the shape that it has.
+        upstream = [
+            one if one.shape == root.shape else one.reshape(root.shape)
+            for one, root in zip(upstream, roots, strict=True)
+        ]
         # With grad_into autograd gives no gradient of the head: it is replaced below.
         unused = zeros or case.grad_into
         gradients = torch.autograd.grad(roots, leaves, upstream, allow_unused=unused, materialize_grads=zeros)

@@ -1,14 +1,16 @@
-"""Settings that make tests compile and interpret JAX programs faster."""
+"""Settings that make tests compile and interpret JAX programs faster, and skip what JAX 0.11.1 cannot interpret."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax._src import callback as callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 @contextmanager
@@ -35,6 +37,21 @@ def quick_callbacks() -> Iterator[None]:
         return jax.tree.map(np.asarray, callback(*converted))
 
     with mock.patch.object(callbacks, "io_callback_impl", call):
+        yield
+
+
+@contextmanager
+def no_interpreter_before_jax_0_11_2() -> Iterator[None]:
+    """Skips a test that interprets a Mosaic kernel, if JAX is 0.11.1: its interpreter does not support `plgpu.load` and
+    `plgpu.layout_cast`, which its compiler supports."""
+
+    def skip() -> NoReturn:
+        pytest.skip("the interpreter of Mosaic kernels in JAX 0.11.1 does not support plgpu.load and plgpu.layout_cast")
+
+    if jax.__version_info__ >= (0, 11, 2):
+        yield
+        return
+    with mock.patch.object(plgpu, "InterpretGPUParams", skip):
         yield
 
 

@@ -86,9 +86,11 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     if not name.startswith(QUICKLY_COMPILED):
         yield
         return
-    from compiling import quick_callbacks, quick_compilation  # PyTorch's tests do not need JAX
+    # PyTorch's tests do not need JAX
+    from compiling import no_interpreter_before_jax_0_11_2, quick_callbacks, quick_compilation
 
-    with quick_callbacks(), nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation():
+    compilation = nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation()
+    with quick_callbacks(), no_interpreter_before_jax_0_11_2(), compilation:
         yield
 
 

@@ -187,14 +187,15 @@ class Shared:
 
 
 class AsyncCopy:
-    """The module `async_copy`. With `late` a copy is done when a wait demands it, otherwise at once."""
+    """The module `async_copy`, and `copy_to_shared`. With `late`, a copy is done when a wait demands it, otherwise at
+    once."""
 
     def __init__(self, *, late: bool) -> None:
         self.late = late
         self.groups: list[list[Callable[[], None]]] = []
         self.open: list[Callable[[], None]] = []
 
-    def async_copy_global_to_shared(self, buffer: Shared, pointers: Pointer, mask: Value) -> None:
+    def copy_to_shared(self, buffer: Shared, pointers: Pointer, mask: Value) -> None:
         offsets, inside = pointers.places(mask)
         assert offsets.shape == buffer.data.shape
         self._assert_wide(offsets, inside)
@@ -345,7 +346,8 @@ def mma_v2(a: Value, b: Value, acc: Value) -> Value:
 def in_python(modules: Sequence[ModuleType], language: Language, copies: AsyncCopy) -> Iterator[None]:
     """Lets the kernels of these modules run as Python functions."""
     compiled = JITFunction | InterpretedFunction
-    replaced = {"gl": language, "tl": language, "async_copy": copies, "mma_v2": mma_v2, **language.names}
+    replaced = {"gl": language, "tl": language, "async_copy": copies, "mma_v2": mma_v2}
+    replaced |= {"copy_to_shared": copies.copy_to_shared, **language.names}
     with ExitStack() as stack:
         for module in modules:
             of_module = {name: value.fn for name, value in vars(module).items() if isinstance(value, compiled)}

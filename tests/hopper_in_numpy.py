@@ -69,7 +69,7 @@ class HopperShared(Shared):
     def _part(self, data: np.ndarray) -> "HopperShared":
         return HopperShared(data, self.dtype, self.thread)
 
-    def _reinterpret(self, dtype: str, shape: Sequence[int], layout: Any) -> "HopperShared":
+    def reinterpret(self, dtype: str, shape: Sequence[int], layout: Any) -> "HopperShared":
         assert dtype == self.dtype
         return self._part(self.data.reshape(shape))
 
@@ -99,6 +99,10 @@ class HopperLanguage(Language):
             **Language.names,
             "mbarrier": self,
             "tma": self,
+            "tma_load": self.tma_load,
+            "tma_store": self.tma_store,
+            "thread_barrier": self.thread_barrier,
+            "reinterpret": HopperShared.reinterpret,
             "warpgroup_mma": self.warpgroup_mma,
             "warpgroup_mma_wait": self.warpgroup_mma_wait,
             "fence_async_shared": self.thread_fence,
@@ -177,9 +181,7 @@ class HopperLanguage(Language):
 
     # tma
 
-    def async_copy_global_to_shared(
-        self, descriptor: Descriptor, corner: Sequence[Any], barrier: Barrier, buffer: HopperShared
-    ) -> None:
+    def tma_load(self, descriptor: Descriptor, corner: Sequence[Any], barrier: Barrier, buffer: HopperShared) -> None:
         offsets, inside = descriptor.places(corner)
         assert offsets.shape == buffer.data.shape
 
@@ -211,7 +213,7 @@ class HopperLanguage(Language):
         if not self.late:
             self.store_wait(0)
 
-    def async_copy_shared_to_global(self, *arguments: Any) -> None:
+    def tma_store(self, *arguments: Any) -> None:
         self._store(*arguments, adds=False)
 
     def async_add_shared_to_global(self, *arguments: Any) -> None:

@@ -128,6 +128,14 @@ def _unwrap(value: Any) -> Any:
     return value if type(value) in (tl.tensor, int, tl.dtype) else _unwrap_if_constexpr(value)
 
 
+_to_tensor = _SEMANTIC.to_tensor
+
+
+def _tensor_of(self: Any, value: Any, check_type: bool = True) -> Any:
+    """A constexpr times a tensor is a constexpr in the interpreter, and Triton 3.9 does not take the tensor from it."""
+    return _to_tensor(self, _unwrap(value), check_type)
+
+
 _dtypes_equal = tl.dtype.__eq__
 
 
@@ -1318,6 +1326,7 @@ def prepare_process() -> None:
     interpreter._get_np_dtype = _get_np_dtype
     tl.core._unwrap_if_constexpr = _unwrap
     tl.dtype.__eq__ = _equal
+    _SEMANTIC.to_tensor = _tensor_of
     _SEMANTIC.broadcast_impl_value = _broadcast_impl_value
     _SEMANTIC.binary_op_type_checking_impl = _binary_op_type_checking_impl
     interpreter.TensorHandle.__post_init__ = _check_size

@@ -274,9 +274,10 @@ RULES = {  # of `src/maxtext/configs/base.yml`, on a mesh of the axes fsdp and t
 }
 
 
-def maxtext() -> list[ModuleType]:
-    """Commit e591f30cbbf217ed67ef71263ec0538239f9c3b8 of MaxText (0.2.4): `src/maxtext/utils/vocabulary_tiling.py`,
-    `src/maxtext/utils/sharding.py` and `src/maxtext/trainers/pre_train/train.py`."""
+def maxtext(version: str = "0.2.5") -> list[ModuleType]:
+    """MaxText 0.2.5, and commit e591f30cbbf217ed67ef71263ec0538239f9c3b8 (0.2.4):
+    `src/maxtext/utils/vocabulary_tiling.py`, `src/maxtext/utils/sharding.py` and
+    `src/maxtext/trainers/pre_train/train.py`."""
 
     def create_sharding(mesh: Any, logical_names: Any, rules: Any = None) -> NamedSharding:
         names = [RULES.get(name) for name in logical_names]
@@ -299,11 +300,13 @@ def maxtext() -> list[ModuleType]:
         method = "logits_from_hidden_states_for_vocab_tiling"
         return summed(model.apply(params, hidden_states, True, "train", method=method), data, config)
 
-    losses = {"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss, "vocab_tiling_linen_loss": vocab_tiling_linen_loss}
+    losses: dict[str, Any] = {"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss}
+    if version == "0.2.4":
+        losses |= {"vocab_tiling_linen_loss": vocab_tiling_linen_loss}
     train = module("maxtext.trainers.pre_train.train", main=None, **losses)
     tiling = module("maxtext.utils.vocabulary_tiling", **losses)
     parents = packages("maxtext", "maxtext.common", "maxtext.trainers", "maxtext.trainers.pre_train", "maxtext.utils")
-    vars(parents[0]).update(__version__="0.2.4")
+    vars(parents[0]).update(__version__=version)
     vars(parents[3]).update(train=train)
     vars(parents[4]).update(vocabulary_tiling=tiling)
     common = module("maxtext.common.common_types", ShardMode=ShardMode)
@@ -353,7 +356,7 @@ class MaxTextDense(nnx.Module):
 
     def __init__(self, hidden: int, vocab: int, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (hidden, vocab)))
-        self.bias = None
+        self.bias = self.kernel_scale = None
 
     def __call__(self, x: Array) -> Array:
         return x @ self.kernel[...]

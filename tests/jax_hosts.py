@@ -203,6 +203,11 @@ def compare_training(peft_trainer: Any, ours: Callable[..., Any]) -> None:
     show_steps("tunix steps", *curves)
 
 
+def context_of(mesh: Any) -> Any:
+    """Returns the context in which MaxText's functions use a mesh."""
+    return jax.set_mesh(mesh) if jax.sharding.AxisType.Explicit in mesh.axis_types else mesh
+
+
 def maxtext(*options: str) -> None:
     os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # without packages of Google Cloud
     package = importlib.import_module("maxtext")
@@ -228,8 +233,7 @@ def maxtext(*options: str) -> None:
         hidden = jax.random.normal(jax.random.key(0), (*shape, 32))
         target = jax.random.randint(jax.random.key(1), shape, 0, 128)
         data = {"targets": target, "targets_segmentation": jnp.arange(32) % 5 * jnp.ones((shape[0], 1), int)}
-        explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
-        with logical_axis_rules(config.logical_axis_rules), jax.set_mesh(mesh) if explicit else mesh:
+        with logical_axis_rules(config.logical_axis_rules), context_of(mesh):
             rngs = utils_nnx.create_nnx_rngs(config)
             model = creation.from_config(config, mesh=mesh, rngs=rngs, model_mode="train")
             graph, state, rest = nnx.split(model, nnx.Param, ...)
@@ -247,8 +251,9 @@ def maxtext(*options: str) -> None:
             with patch():
                 show(f"maxtext tied {tied}", devices=mesh.size, difference=worst(expected, run()))
 
-    functions = [("maxtext.utils.vocabulary_tiling", f"vocab_tiling_{kind}_loss") for kind in ("nnx", "linen")]
-    show_interface("maxtext", stand_ins.maxtext(), functions)
+    version, kinds = ("0.2.4", ("nnx", "linen")) if hasattr(train, "vocab_tiling_linen_loss") else ("0.2.5", ("nnx",))
+    functions = [("maxtext.utils.vocabulary_tiling", f"vocab_tiling_{kind}_loss") for kind in kinds]
+    show_interface("maxtext", stand_ins.maxtext(version), functions)
     settings = pyconfig.initialize(arguments, **fixed)
     missing = [name for name in vars(stand_ins.MaxTextConfig()) if not hasattr(settings, name)]
     show("maxtext config", interface=missing)
@@ -264,7 +269,7 @@ def maxtext(*options: str) -> None:
         data = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         for name in data.copy():
             data |= {f"{name}_position": positions, f"{name}_segmentation": ones}
-        with logical_axis_rules(config.logical_axis_rules), mesh:
+        with logical_axis_rules(config.logical_axis_rules), context_of(mesh):
             rngs = utils_nnx.create_nnx_rngs(config)
             model = creation.from_config(config, mesh=mesh, rngs=rngs, model_mode="train")
             graph, state, rest = nnx.split(model, nnx.Param, ...)

@@ -475,6 +475,12 @@ TOKEN_LOSSES = (
         "keeps = not others",
         tests("jax_pallas_token_loss", "what_mixes_tokens"),
     ),
+    Mutation(
+        "jax_pallas/elementwise.py",
+        'if "{V:" in str(traced.jaxpr):',
+        "if False:",
+        tests("jax_pallas_sharding", "refused"),
+    ),
     Mutation("jax_pallas/ops.py", "(gradient * d_loss).astype(like.dtype)", "gradient.astype(like.dtype)", JAX_TOKENS),
     Mutation(
         "jax_pallas/ops.py",
@@ -1681,6 +1687,7 @@ SCALE_OUT = (
 )  # fmt: skip
 
 DOCTOR = (
+    Mutation("linear_ce/doctor.py", "if not launch.is_direct():", "if False:", tests("doctor", "takes_longer")),
     Mutation("linear_ce/doctor.py", "= 300, 128, 1088, 0", "= 300, 128, 1003, 0", tests("doctor", "kernels_of_the")),
 )
 HOSTS = tests("hosts_transformers", "not report")
@@ -1691,7 +1698,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", '"reduction": reduction,', "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", '"vocab_size": None if', '"vocab_size": None if True or', HOSTS),
     Mutation("core_triton/hosts/deferred.py", "linear_bias=self.bias, ", "", HOSTS),
-    Mutation("core_triton/hosts/deferred.py", "if start != 0 or step != 1", "if step != 1", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if kept.start != 0 or kept.step != 1", "if kept.step != 1", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if sizes[-1] != self._classes:", "if False:", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if math.prod(sizes[:-1]) != ", "if 0 > ", HOSTS),
     Mutation("core_triton/hosts/deferred.py", " = __eq__ = __ne__", "", HOSTS),
@@ -1715,6 +1722,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", "args[place] if len(args) > place else ", "", HOSTS),
 )
 
+OF_PLAN = tests("benchmarks_sweep", "plan_of_its_rows")
 OF_HF = tests("benchmarks_train", "transformers or another_process or other_devices")
 BENCHMARKS_TRAIN = (
     Mutation(
@@ -1727,6 +1735,9 @@ BENCHMARKS_TRAIN = (
         "benchmarks/sweep.py", "except Exception as error:  # other", "except OSError as error:  # other",
         tests("benchmarks_sweep", "does_not_end_the_run"),
     ),
+    Mutation("benchmarks/jax_programs.py", "preferring(method.rows)", "preferring(method.rows, traces=False)", OF_PLAN),
+    Mutation("benchmarks/chunk_rows.py", "forget_traces()\n        try", "pass\n        try", OF_PLAN),
+    Mutation("benchmarks/chunk_rows.py", "                forget_traces()\n", "                pass\n", OF_PLAN),
     Mutation(
         "benchmarks/fit_chunk_cost.py", 'if row.get("floor") == PLAN:', "if False:",
         tests("benchmarks_sweep", "relative_to_the_choice"),
@@ -1734,8 +1745,9 @@ BENCHMARKS_TRAIN = (
     Mutation(
         "benchmarks/jax_bench.py", "            self.stop()\n", "", tests("benchmarks_compile_ahead", "interrupt")
     ),
+    Mutation("benchmarks/jax_bench.py", "process.terminate()", "pass", tests("benchmarks_compile_ahead", "stop_ends")),
     Mutation(
-        "benchmarks/linear_ce.py", "enumerate(listed) if of_item)", "enumerate(listed))",
+        "benchmarks/linear_ce.py", "for index, of_item in listed if of_item)", "for index, of_item in listed)",
         tests("benchmarks_compile_ahead", "in_batches"),
     ),
     Mutation("benchmarks/plot.py", "max([row, *same]", "max([row]", tests("benchmarks", "newest_row")),
@@ -1867,6 +1879,9 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/maxtext.py", "jnp.float32 if config.logits_dot_in_fp32 else", "", MAXTEXT),
     Mutation("jax_pallas/hosts/maxtext.py", "        classes = fsdp = ()\n", "        pass\n", MAXTEXT_DEVICES),
     Mutation("jax_pallas/hosts/maxtext.py", "    setattr(train, name, function)", "    pass", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'getattr(layer, "kernel_scale", None) is not None', "False", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'not hasattr(train, "vocab_tiling_linen_loss")', "True", MAXTEXT),
+    Mutation("jax_pallas/hosts/maxtext.py", 'not hasattr(train, "vocab_tiling_linen_loss")', "False", MAXTEXT),
 )
 OF_TITAN, OF_MEGATRON = tests("hosts_torchtitan", "not installed"), tests("hosts_megatron", "not installed")
 TITAN_RANKS, MEGATRON_RANKS = (tests("hosts_parallel", host) for host in ("titan", "megatron"))

@@ -1,11 +1,13 @@
 """--compile-jobs: programs that other processes compile before they are measured."""
 
 import json
+import multiprocessing
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -126,6 +128,12 @@ def test_programs_are_compiled_in_batches() -> None:
     compiled.clear()
     linear_ce.CompileAhead(bench, 0, items).before(0)
     assert compiled == []
+    planned: list[int] = []
+    ahead = linear_ce.CompileAhead(bench, 1, (planned.append(index) or of_item for index, of_item in enumerate(items)))
+    assert planned == [0]
+    ahead.before(0)
+    assert planned == [0, 1, 2, 3, 4]  # the next batch begins with the last of them
+    compiled.clear()
     ahead = linear_ce.CompileAhead(bench, 1, items * 2, beside=True)
     for item, batches in ((0, 2), (3, 2), (4, 3), (5, 3)):  # the next batch is always begun
         ahead.before(item)
@@ -188,6 +196,28 @@ def test_an_interrupt_ends_the_compilation(monkeypatch: pytest.MonkeyPatch) -> N
     interrupted.set()
     programs._thread.shutdown()
     assert begun == ["first"]
+
+
+def test_a_stop_ends_the_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A compilation takes 20 seconds, in which a GPU would wait."""
+
+    def compile_slowly(programs: Sequence[Program], jobs: int, platform: str) -> Iterator[Ahead]:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            assert pool.submit(abs, 1).result() == 1
+            yield from pool.map(time.sleep, [20, 20])  # pyright: ignore[reportReturnType]
+
+    monkeypatch.setattr(jax_bench, "compile_in_processes", compile_slowly)
+    programs = jax_bench.Programs()
+    batch = [Program(Shape(name, 1, 1, 1), "float32", "chunked", MODES["train"]) for name in ("first", "second")]
+    programs.compile_ahead(batch, 1, "cpu", beside=True)
+    while not multiprocessing.active_children():
+        time.sleep(0.01)
+    start = time.monotonic()
+    programs.stop()
+    programs._thread.shutdown()
+    assert time.monotonic() - start < 15
+    assert not multiprocessing.active_children()
+    assert "not compiled" not in capsys.readouterr().out
 
 
 def test_a_failed_batch_is_compiled_row_by_row(

@@ -118,7 +118,6 @@ def kernel(out_ptr, n, FACTOR: tl.constexpr):
 """
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_the_hash_of_ptx_covers_instructions_and_not_lines(tmp_path: Path) -> None:
     def code(text: str, name: str, **more: Any) -> str:
         file = tmp_path / f"{name}.py"

@@ -103,7 +103,7 @@ def test_results_are_those_without_the_option_up_to_rounding(d: int, v: int, imp
     assert_close(found[5:], want[5:], ROUNDING[torch.bfloat16])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's imports
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor's imports
 def test_a_graph_of_the_compiler_has_the_same_bits() -> None:
     made = Rows(64, 1001)
     rows = torch.arange(300, device=DEVICE)

@@ -111,7 +111,7 @@ def test_nothing_waits_for_the_device(function: str, dtype: torch.dtype) -> None
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's imports
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor's imports
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_compiled_function(dtype: torch.dtype) -> None:
     arrays, upstream = gpu_problem(600, dtype=dtype), torch.linspace(-1.0, 2.0, 600, device=DEVICE)

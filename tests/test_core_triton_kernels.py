@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from allocations import Meter, bytes_of
 from sass import disassemble, innermost_loop, missing_overlap, opcodes
 from torch import Tensor
@@ -342,6 +343,24 @@ def assert_fits(launch: Launch, arch: int) -> None:
         assert MATRIX_UNITS[arch] in compiled.ptx, f"{launch.name} does not use the matrix units"
 
 
+# Bytes of registers that only the ptxas of a later Triton spills: that of CUDA 12.9 for compute capability 8.0, and
+# that of CUDA 13.4 for 9.0.
+SPILLS_OF_LATER_PTXAS = {
+    (80, "ampere_gradients.d_input_kernel(; W_BY_CLASS)"): 8,
+    (
+        90,
+        "hopper_logits.exponentials_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 64]; STORES,W_BY_CLASS,HAS_BIAS,"
+        "HAS_SOFTCAP,STATISTICS=4)",
+    ): 8,
+}
+
+
+def assert_no_spill(launch: Launch, arch: int) -> None:
+    later = not triton.__version__.startswith("3.6.")
+    known = SPILLS_OF_LATER_PTXAS.get((arch, launch.name), 0) if later else 0
+    assert compile_launch(launch, arch).stack <= known, f"{launch.name} spills registers"
+
+
 SASS: dict[tuple[Launch, int], str] = {}
 
 
@@ -371,14 +390,13 @@ def assert_pipelined(launch: Launch, arch: int) -> None:
     assert wrong is None, f"{launch.name} {wrong}"
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9 announces 3.10
 @pytest.mark.parametrize(("arch", "operands"), SAMPLES)
 def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands: str) -> None:
     chosen = sample(arch, operands)
     assert chosen
     for launch in chosen:
         assert_fits(launch, arch)
-        assert not compile_launch(launch, arch).stack, f"{launch.name} spills registers"
+        assert_no_spill(launch, arch)
     overlap = [launch for launch in chosen if operands and "hopper" in launch.kernel.__module__]
     pipelined = chosen if operands and arch < 90 else []
     disassemble_all([*overlap, *pipelined], arch)
@@ -388,7 +406,6 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
         assert_pipelined(launch, arch)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() -> None:
     call = Call("train", "llama3-8b", implementation="triton_sm80")
     names = ("exponentials_kernel", "d_weight_kernel", "d_input_kernel")
@@ -397,7 +414,7 @@ def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() ->
     disassemble_all(chosen, 90)
     for launch in set(chosen):
         ptx = compile_launch(launch, 90).ptx
-        assert not compile_launch(launch, 90).stack, f"{launch.name} spills registers"
+        assert_no_spill(launch, 90)
         assert MATRIX_UNITS[80] in ptx
         assert MATRIX_UNITS[90] not in ptx
         assert_pipelined(launch, 90)
@@ -413,7 +430,6 @@ AMPERE_INNER = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "step", "stages"), [(80, 64, 2), (89, 32, 3)])
 def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, step: int, stages: int) -> None:
     chosen = [launch for launch in sample(arch, "bf16") if "ampere" in launch.kernel.__module__]
@@ -424,11 +440,10 @@ def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, ste
         assert {inner: step, "STAGES": stages}.items() <= dict(launch.constexprs).items()
         shared = compile_launch(launch, arch).shared
         assert 2 * (shared + RESERVED) <= SHARED_MEMORY[arch] + RESERVED, f"{launch.name} takes {shared} bytes"
-        assert not compile_launch(launch, arch).stack, f"{launch.name} spills registers"
+        assert_no_spill(launch, arch)
         assert_pipelined(launch, arch)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("arch", "capability"), [(80, 80), (89, 86), (89, 89), (90, 90)])
 def test_gradients_for_compute_capability_8_take_either_head(arch: int, capability: int, transposed: bool) -> None:
@@ -440,7 +455,7 @@ def test_gradients_for_compute_capability_8_take_either_head(arch: int, capabili
     disassemble_all(launched, capability)
     for launch in launched:
         compiled = compile_launch(launch, capability)
-        assert not compiled.stack, f"{launch.name} spills registers"
+        assert_no_spill(launch, capability)
         assert_pipelined(launch, capability)
         # The epilogue of a tile uses the memory of the matmul's stages.
         sizes = dict(launch.constexprs)
@@ -449,7 +464,6 @@ def test_gradients_for_compute_capability_8_take_either_head(arch: int, capabili
         assert compiled.shared == sizes["STAGES"] * 2 * inner * sum(blocks.values())
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("call", [{"bias": True}, {"plan": "stats", "softcap": 30.0, "transposed": True}], ids=str)
 @pytest.mark.parametrize(("arch", "capability"), [(80, 80), (89, 86), (90, 90)])
 def test_pieces_for_compute_capability_8_move_16_bytes_at_a_time(
@@ -465,14 +479,13 @@ def test_pieces_for_compute_capability_8_move_16_bytes_at_a_time(
     assert {*chosen} == {"exponentials_kernel", "d_input_of_pieces_kernel", "repair_kernel"}
     disassemble_all(chosen.values(), capability)
     for name, launch in chosen.items():
-        compiled, sass = compile_launch(launch, capability), sass_of(launch, capability)
-        assert not compiled.stack, f"{launch.name} spills registers"
+        sass = sass_of(launch, capability)
+        assert_no_spill(launch, capability)
         assert_pipelined(launch, capability)
         stores = {"exponentials_kernel": 16, "repair_kernel": 8}.get(name)
         assert stores is None or sass.count("STG.E.128") == stores, name
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("arch", [80, 89])
 def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -> None:
     """Its operands are turned on the way from shared memory (ldmatrix.trans). The old tile is loaded after the loop,
@@ -491,7 +504,6 @@ def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "name"), COMPILED)
 def test_what_a_call_launches_compiles_and_fits(arch: int, name: str) -> None:
     for launch in launches(arch, name):
@@ -510,7 +522,6 @@ def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
             assert_overlaps(launch)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("in_l2", "late"), [(0, {}), (0.5, {}), (1, {}), (0, {"LATE": 24, "ROUNDS": 9})])
 def test_d_weight_is_loaded_or_added_in_l2(in_l2: float, late: dict[str, int]) -> None:
     """Each warpgroup stores a tile's quarters at two places: under the next matmul, and after the last one."""
@@ -519,14 +530,13 @@ def test_d_weight_is_loaded_or_added_in_l2(in_l2: float, late: dict[str, int]) -
     loaded = round(4 * (1 - in_l2))
     launch = adds._replace(constexprs=tuple((dict(adds.constexprs) | {"LOADED": loaded} | late).items()))
     compiled = compile_launch(launch, 90)
-    assert compiled.stack == 0
+    assert_no_spill(launch, 90)
     assert_overlaps(launch)
     assert compiled.ptx.count("cp.reduce.async.bulk.tensor") == 4 * (4 - loaded)
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", compiled.ptx)) == 4 * loaded
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("name", "chunks"), [("train-split", set()), ("split-transposed", {"d_input_kernel"})])
 def test_gradients_of_a_split_head_on_hopper_keep_all_in_registers(name: str, chunks: set[str]) -> None:
     """The first chunk, which is the only one of "train-split", is in pieces."""
@@ -535,7 +545,7 @@ def test_gradients_of_a_split_head_on_hopper_keep_all_in_registers(name: str, ch
     for launch in chosen:
         assert_fits(launch, 90)
         compiled, switches = compile_launch(launch, 90), dict(launch.constexprs)
-        assert not compiled.stack, f"{launch.name} spills registers"
+        assert_no_spill(launch, 90)
         assert_overlaps(launch)  # ptxas serializes matmuls whose operands it cannot keep in registers
         if "d_input" in launch.kernel.__name__:  # both parts of four pieces of a step, by two warpgroups
             assert compiled.ptx.count("wgmma.mma_async") == 16
@@ -608,7 +618,6 @@ SPILLS[100, "shard-stats"] = SPILLS[100, "token-stats"]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "name"), COMPILED)
 def test_no_other_register_is_spilled(arch: int, name: str) -> None:
     spilled: dict[str, int] = {}

@@ -1,13 +1,16 @@
 """`python -m linear_ce doctor`."""
 
 import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import torch
 
 import jax_pallas
+from core_triton import launch
 from linear_ce import doctor
 from linear_ce.__main__ import main
 
@@ -27,6 +30,20 @@ def test_a_package_is_reported_and_checked(
     assert plan[1] == "  implementation: chunked, no kernel for cpu devices"
     assert check.startswith("  check in float32: errors of loss ")
     assert ": passed in " in check
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_version_of_triton_that_takes_longer_is_reported(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(launch, "is_direct", lambda: direct)
+    _, about, *more = doctor.torch_package().about.splitlines()
+    assert about == "  1 NVIDIA GPU: NVIDIA H200, compute capability 9.0, 132 multiprocessors, 140 GiB"
+    assert len(more) == (0 if direct else 1)
+    assert direct or "launched by Triton's launcher" in more[0]
+    assert direct or more[0].endswith(": ours is tested with Triton 3.6.x")
 
 
 @pytest.mark.parametrize("device", ["a100", "h100", "rtx4090"])

@@ -1,5 +1,6 @@
 """Tests the adapters of `jax_pallas.hosts`: the loss and its gradients are those of the logits of the host."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -579,7 +580,7 @@ def close_unless_key(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", MAXTEXT)
 def test_patch_of_maxtext_gives_the_loss_of_vocabulary_tiling_in_linen(name: str) -> None:
-    with installed(*stand_ins.maxtext()):
+    with installed(*stand_ins.maxtext("0.2.4")):
         from jax_pallas.hosts.maxtext import patch, unpatch
 
         config = MaxTextConfig(**MAXTEXT[name] | {"enable_dropout": False})
@@ -637,6 +638,10 @@ def test_what_the_adapter_of_maxtext_refuses() -> None:
         model.decoder.logits_dense.kernel_lora_a = nnx.LoRAParam(jnp.zeros((D, 2)))
         with pytest.raises(TypeError, match="has an adapter, kernel_lora_a"):
             vocab_tiling_nnx_loss(model, X, DATA, config, True)
+        model = MaxTextModel(V, D, MaxTextConfig(), ONE_DEVICE)
+        model.decoder.logits_dense.kernel_scale = nnx.data(nnx.Param(jnp.ones(())))  # with a weight_dtype of 8 bits
+        with pytest.raises(ValueError, match=r"must have 16 or 32 bits .* got float32 with a kernel_scale"):
+            vocab_tiling_nnx_loss(model, X, DATA, model.config, True)
         with pytest.raises(TypeError, match=r"softcap is set by the adapter, got softcap=3.0"):
             patch(softcap=3.0)
         with pytest.raises(TypeError, match="memory_budget must be a Python int, got str"):
@@ -647,14 +652,27 @@ def test_what_the_adapter_of_maxtext_refuses() -> None:
             pytest.raises(TypeError, match=r"the decoder of MaxTextLinenModel must call one flax.linen.Dropout, got 0"),
         ):
             vocab_tiling_linen_loss(X, DATA, linen_model.config, linen_model, {"params": {}}, True)
-        host("maxtext.utils.vocabulary_tiling").vocab_tiling_nnx_loss = other_interface
-        with pytest.raises(
-            ImportError, match=r"tested with MaxText 0.2.4 \(commit e591f30\), got MaxText 0.2.4, whose o"
-        ):
-            patch()
-        del host("maxtext.utils.vocabulary_tiling").vocab_tiling_nnx_loss
-        with pytest.raises(ImportError, match=r"got MaxText 0.2.4, which has no vocab_tiling_nnx_loss"):
-            patch()
+
+
+@pytest.mark.parametrize("version", ["0.2.4", "0.2.5"])
+def test_another_interface_of_maxtext_is_refused(version: str) -> None:
+    with installed(*stand_ins.maxtext(version)):
+        from jax_pallas.hosts.maxtext import patch
+
+        names = {"0.2.4": ("vocab_tiling_nnx_loss", "vocab_tiling_linen_loss"), "0.2.5": ("vocab_tiling_nnx_loss",)}
+        tiling, train = host("maxtext.utils.vocabulary_tiling"), host("maxtext.trainers.pre_train.train")
+        original = {**vars(train)}
+        for name in names[version]:
+            with patch():
+                assert getattr(train, name) is not original[name]
+            tested = r"tested with MaxText 0\.2\.4 \(commit e591f30\) and 0\.2\.5, got MaxText " + re.escape(version)
+            for other, reason in (
+                (other_interface, "whose other_interface has the arguments model, batch in place"),
+                (None, f"which has no {name}"),
+            ):
+                with mock.patch.object(tiling, name, other), pytest.raises(ImportError, match=f"{tested}, {reason}"):
+                    patch()
+        assert vars(train) == original
 
 
 def check_maxtext_on_devices(kind: AxisType, vocab: int = V) -> None:

@@ -14,7 +14,7 @@ from programs import Printed, python
 # The distribution, its version and the arguments of `jax_hosts.py`
 RELEASES = {
     "tunix": ("google-tunix", "0.1.7", ()),
-    "maxtext": ("maxtext", "0.2.4", ("skip_jax_distributed_system=True",)),
+    "maxtext": ("maxtext", "0.2.5", ("skip_jax_distributed_system=True",)),
     "levanter": ("marin-levanter", "0.2.20.dev202606180959", ()),
 }
 

@@ -176,15 +176,19 @@ def check_token_loss_of_rows_with_derivatives_of_its_own() -> None:
     arrays = problem(48, 8, 50, bias=False)
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 
-    def loss(x: Array, y: Array) -> Array:
-        mean = x.mean()
-        found = linear_token_loss(x, arrays["linear_weight"], y, lambda log_prob: jax.nn.softplus(log_prob * mean))
-        return jax.lax.psum(found, "data")
+    only_its_rule_has_a_constant = jax.custom_jvp(jnp.sin)
+    only_its_rule_has_a_constant.defjvp(lambda values, tangents: (jnp.sin(values[0]), (values[0] + 1.0) * tangents[0]))
+    for function in (jax.nn.softplus, only_its_rule_has_a_constant):
 
-    with pytest.raises(ValueError, match="token_loss closes over an array that varies over mesh axes"):
-        jax.shard_map(loss, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P())(
-            arrays["input"], arrays["target"]
-        )
+        def loss(x: Array, y: Array, function: Any = function) -> Array:
+            mean = x.mean()
+            found = linear_token_loss(x, arrays["linear_weight"], y, lambda log_prob: function(log_prob * mean))
+            return jax.lax.psum(found, "data")
+
+        with pytest.raises(ValueError, match="token_loss closes over an array that varies over mesh axes"):
+            jax.shard_map(loss, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P())(
+                arrays["input"], arrays["target"]
+            )
 
 
 def check_token_loss_under_explicit_axes() -> None:

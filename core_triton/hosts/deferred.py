@@ -225,10 +225,10 @@ class DeferredLogits:
         *of_tokens, of_classes = parts
         if not isinstance(of_classes, slice):
             self._refuse("an index of its classes")
-        start, stop, step = of_classes.indices(self._classes)
-        if start != 0 or step != 1 or stop < 1:
-            self._refuse(f"the classes {start}:{stop}:{step}")
-        return self._with(hidden[tuple(of_tokens)] if of_tokens else None, stop)
+        kept = range(self._classes)[of_classes]  # torch.compile cannot trace slice.indices
+        if kept.start != 0 or kept.step != 1 or kept.stop < 1:
+            self._refuse(f"the classes {kept.start}:{kept.stop}:{kept.step}")
+        return self._with(hidden[tuple(of_tokens)] if of_tokens else None, kept.stop)
 
     def view(self, *shape: Any) -> "DeferredLogits":
         hidden = self._hidden("view")

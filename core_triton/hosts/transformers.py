@@ -27,7 +27,7 @@ from core_triton.hosts.interface import Patch, check_options, check_version
 
 __all__ = ["patch", "unpatch"]
 
-TESTED_VERSIONS = ("5.20", "5.21", "5.22", "5.23")
+TESTED_VERSIONS = ("5.20", "5.21", "5.22", "5.23", "5.24")
 TESTED_LIGER_VERSIONS = ("0.8.5",)
 HOW_TO_GET_LOGITS = (
     "To get logits, call the model without labels, or in evaluation mode (model.eval()), or after "

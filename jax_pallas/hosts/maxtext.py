@@ -7,9 +7,10 @@ the softcap, the scale of tied logits and the z-loss are those of `apply_output_
 (`src/maxtext/layers/nnx_decoders.py`, `src/maxtext/layers/decoders.py`) and of the configuration. The number of tiles
 has no other effect.
 
-The interfaces are those of commit e591f30cbbf217ed67ef71263ec0538239f9c3b8 of github.com/AI-Hypercomputer/maxtext
-(0.2.4), and those of the release 0.2.4. There, the gradient of the hidden states leaves out the factor by which the sum
-is multiplied afterwards, such as that of a mean. Here it has that factor.
+The interfaces are those of the releases 0.2.4 and 0.2.5, and of commit e591f30cbbf217ed67ef71263ec0538239f9c3b8 of
+github.com/AI-Hypercomputer/maxtext (0.2.4). 0.2.5 has no models of flax.linen, and no `vocab_tiling_linen_loss`. In
+0.2.4, the gradient of the hidden states leaves out the factor by which the sum is multiplied afterwards, such as that
+of a mean. Here and in 0.2.5 it has that factor.
 """
 
 import math
@@ -35,9 +36,11 @@ from maxtext.utils.sharding import create_sharding  # pyright: ignore[reportMiss
 
 __all__ = ["patch", "unpatch"]
 
-TESTED = "MaxText 0.2.4 (commit e591f30)"
-NNX_LOSS = ("model", "hidden_states", "data", "config", "is_train")
-LINEN_LOSS = ("hidden_states", "data", "config", "model", "params", "is_train")
+TESTED = "MaxText 0.2.4 (commit e591f30) and 0.2.5"
+ARGUMENTS = {
+    "vocab_tiling_nnx_loss": ("model", "hidden_states", "data", "config", "is_train"),
+    "vocab_tiling_linen_loss": ("hidden_states", "data", "config", "model", "params", "is_train"),
+}
 SET = (
     "reduction",
     "token_weight",
@@ -70,7 +73,7 @@ def vocab_tiling_nnx_loss(
 
     Raises:
         TypeError: the output layer has an adapter.
-        ValueError: config keeps parameters in the memory of the host.
+        ValueError: config keeps parameters in the memory of the host, or those of the output layer in 8 bits.
     """
     sharding = None
     if config.shard_mode == ShardMode.EXPLICIT:
@@ -79,6 +82,11 @@ def vocab_tiling_nnx_loss(
     hidden = model.decoder.dropout(hidden, deterministic=_is_deterministic(config, is_train))
     layer = model.token_embedder if config.logits_via_embedding else model.decoder.logits_dense
     check_no_adapter(layer)
+    if getattr(layer, "kernel_scale", None) is not None:
+        raise ValueError(
+            "weight_dtype of the output layer must have 16 or 32 bits with jax_pallas.hosts.maxtext, got "
+            f"{layer.kernel.dtype} with a kernel_scale: add logits_dense to unquantized_modules"
+        )
     head = layer.embedding if config.logits_via_embedding else layer.kernel
     return _loss(hidden, head, getattr(layer, "bias", None), data, config, model.mesh, options)
 
@@ -86,7 +94,7 @@ def vocab_tiling_nnx_loss(
 def vocab_tiling_linen_loss(
     hidden_states: Array, data: Any, config: Any, model: Any, params: Any, is_train: bool, **options: Any
 ) -> tuple[Array, Array]:
-    """`maxtext.utils.vocabulary_tiling.vocab_tiling_linen_loss` without logits.
+    """`maxtext.utils.vocabulary_tiling.vocab_tiling_linen_loss` of 0.2.4 without logits.
 
     The model computes the input of its output layer, and logits that nothing uses: `jax.jit` removes them.
 
@@ -100,7 +108,7 @@ def vocab_tiling_linen_loss(
 
     Raises:
         TypeError: the decoder is not the one of flax.linen, which applies dropout before the output layer.
-        ValueError: as `vocab_tiling_nnx_loss`.
+        ValueError: config keeps parameters in the memory of the host.
     """
     inputs: list[Array] = []
 
@@ -194,7 +202,7 @@ def patch(**options: Any) -> Patch:
         **options: of `vocab_tiling_nnx_loss`.
 
     Raises:
-        ImportError: MaxText's functions have other arguments.
+        ImportError: MaxText does not have these functions, or they have other arguments.
         TypeError: an option is one that MaxText's configuration determines, or its type is wrong.
         ValueError: the value of an option.
 
@@ -209,13 +217,15 @@ def patch(**options: Any) -> Patch:
     unpatch()
     ours = {"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss, "vocab_tiling_linen_loss": vocab_tiling_linen_loss}
     version = getattr(maxtext, "__version__", "of no version")
-    for name, names in (("vocab_tiling_nnx_loss", NNX_LOSS), ("vocab_tiling_linen_loss", LINEN_LOSS)):
+    if not hasattr(train, "vocab_tiling_linen_loss"):  # as in 0.2.5
+        del ours["vocab_tiling_linen_loss"]
+    for name in ours:
         host = getattr(vocabulary_tiling, name, None)
-        if host is None:  # as in 0.2.5
+        if host is None:
             raise ImportError(
                 f"jax_pallas.hosts.maxtext is tested with {TESTED}, got MaxText {version}, which has no {name}"
             )
-        check_interface("jax_pallas.hosts.maxtext", TESTED, f"MaxText {version}", host, names)
+        check_interface("jax_pallas.hosts.maxtext", TESTED, f"MaxText {version}", host, ARGUMENTS[name])
     for name, function in ours.items():
         _replaced[name] = getattr(vocabulary_tiling, name)
         _set(name, _with_options(function, options))
