@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from core_triton import tile_config
 from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile, store_tile, tile_pointers
 from core_triton.first_chunk import StoredExponentials
-from core_triton.gluon_common import active_rows, chunk_power, quarters
+from core_triton.gluon_common import active_rows, chunk_power, eighths, quarters
 from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import NOT_SPECIALIZED, Active, head_with_contiguous_rows, piece_start
 from core_triton.launch import cdiv, launch
@@ -167,8 +167,10 @@ def d_input_kernel(
     e_pieces = ()
     if others_matrix is not None:
         e_pieces = (others_matrix, piece, piece_rows)
-    WIDTH: gl.constexpr = BLOCK_D // 4
-    by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    # With smoothing, quarters would spill 8 bytes of registers on sm_80. Of a (D, V) head eighths would, 16 bytes.
+    PARTS: gl.constexpr = 8 if mean_row_ptr is not None and W_BY_CLASS else 4
+    WIDTH: gl.constexpr = BLOCK_D // PARTS
+    by_part: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     # Values that do not depend on the unit would be computed before the loop, and their registers make others spill.
     for index in tl.range(0, num_work_units(schedule), disable_licm=True):
         unit = work_unit_of(index, schedule)
@@ -195,12 +197,15 @@ def d_input_kernel(
                 within = gl.expand_dims(columns * BLOCK_N, 0) + gl.expand_dims(row_ids, 1)
                 gl.store(io.part_ptr + unit.slot.to(gl.int64) * (BLOCK_D * BLOCK_N) + within, acc)
             else:
-                pieces = quarters(acc, MMA)
-                for i in gl.static_range(4):
-                    total = gl.convert_layout(pieces[i], by_quarter)
-                    quarter_rows = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, by_quarter))
-                    quarter_columns = d + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_quarter))
-                    finish_rows(total, quarter_rows, quarter_columns, io, active, hidden, classes)
+                if PARTS == 8:
+                    pieces = eighths(acc, MMA)
+                else:
+                    pieces = quarters(acc, MMA)
+                for i in gl.static_range(PARTS):
+                    total = gl.convert_layout(pieces[i], by_part)
+                    part_rows = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, by_part))
+                    part_columns = d + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_part))
+                    finish_rows(total, part_rows, part_columns, io, active, hidden, classes)
 
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "start", *SplitKSchedule._fields])

@@ -18,11 +18,14 @@ from core_triton.gluon_common import (
     no_statistics,
     quarters,
     store_statistics,
+    to_rows,
 )
 from core_triton.hopper_logits import Head, masked, to_logits
 from core_triton.kernels import (
+    ENTROPY,
     LOG2_E,
     LOGIT_SUM,
+    MAX,
     NOT_SPECIALIZED,
     SHIFTS,
     SUM_LIMIT,
@@ -70,14 +73,16 @@ def exponentials_kernel(
     by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     switches: gl.constexpr = Switches(HAS_BIAS, HAS_SOFTCAP)
     head, sizes = Head(bias_ptr, scale, softcap), Sizes(classes)
+    # A thread has eight rows of the matmul's layout. With many statistics their numbers would spill up to 392 bytes of
+    # registers, so a thread then has those of one row. The targets and references are read again in each quarter.
+    CROWDED: gl.constexpr = (STATISTICS & ~(MAX | SHIFTS)) != 0 and (HAS_SOFTCAP or (STATISTICS & ~SHIFTS) != ENTROPY)
+    by_row: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0]) if CROWDED else gl.SliceLayout(1, MMA)
     row_ids = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
     inside = row_ids < rows
     ref_exponent = gl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
-    target = gl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
-    owns = (target >= column) & (target < gl.minimum(column + BLOCK_V, classes))
-    place = gl.where(owns, target, -1).to(gl.int32)  # the range check needs int64; the comparison below is in int32
+    place, owns = targets_of(target_ptr, row_ids, inside, first_class, column, classes, BLOCK_V)
     any_target = gl.max(owns.to(gl.int32), 0) != 0
-    total = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))
+    total = gl.zeros([BLOCK_N], gl.float32, by_row)
     found = no_statistics(total)
     pieces = quarters(raw, MMA)
     for i in gl.static_range(4):
@@ -85,13 +90,17 @@ def exponentials_kernel(
         logits = to_logits(pieces[i], columns, head, sizes, switches)
         logits = masked(logits, columns, column, classes, BLOCK_V)
         if any_target:  # few tiles have any
+            if CROWDED:
+                place, _ = targets_of(target_ptr, row_ids, inside, first_class, column, classes, BLOCK_V)
             store_target_logits(target_logit_ptr, logits, row_ids, columns, place)
         logit_sum = total
         if LOGIT_SUM & STATISTICS:
             logit_sum = gl.sum(gl.where(gl.expand_dims(columns < classes, 0), logits, 0.0), 1)
         found = add_logits(found, logits, logit_sum, columns, column, STATISTICS, i * WIDTH)
+        if CROWDED:
+            ref_exponent = gl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
-        total += gl.sum(exponentials, 1)
+        total += to_rows(gl.sum(exponentials, 1), found)
         found = add_exponentials(found, logits, exponentials, ref_exponent, STATISTICS)
         if STORES:
             if HAS_SOFTCAP:
@@ -105,11 +114,23 @@ def exponentials_kernel(
                 first = whole_tiles(first_class, BLOCK_V)
                 start = piece_start(e_matrix, others_matrix, e_stride, piece, piece_rows, first + column)
                 store_tile(start, e_stride, stored, row, first + column + i * WIDTH, rows, first + classes)
+    if CROWDED:
+        row_ids = row + gl.arange(0, BLOCK_N, by_row)
+        inside = row_ids < rows
     out = class_block.to(gl.int64) * rows + row_ids
     gl.store(sum_ptr + out, total, mask=inside)
     gl.store(flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
     if STATISTICS:
         store_statistics(max_ptr, found, class_block, row_ids, rows, inside, STATISTICS)
+
+
+@gluon.jit
+def targets_of(target_ptr, row_ids, inside, first_class, column, classes, BLOCK_V: gl.constexpr):
+    """Returns each row's target as a class of the vocabulary chunk, -1 outside of the tile that begins at `column`, and
+    whether it is in the tile."""
+    target = gl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
+    owns = (target >= column) & (target < gl.minimum(column + BLOCK_V, classes))
+    return gl.where(owns, target, -1).to(gl.int32), owns  # 64 bits decide, 32 are compared
 
 
 @gluon.jit

@@ -69,6 +69,13 @@ def quarters(tile, layout: gl.constexpr):
     )
 
 
+@gluon.jit
+def eighths(tile, layout: gl.constexpr):
+    """As `quarters`, eight parts."""
+    left, right = halves(tile)
+    return quarters(left, layout) + quarters(right, layout)
+
+
 class Statistics(NamedTuple):
     """The `linear_ce.statistics` of the rows of a tile over the quarters so far, (rows,) float32 each."""
 
@@ -87,6 +94,12 @@ def no_statistics(zeros):
 
 
 @gluon.jit
+def to_rows(values, found):
+    """Returns values of rows in the layout of the statistics."""
+    return gl.convert_layout(values, found.top.type.layout)
+
+
+@gluon.jit
 def add_logits(found, logits, logit_sum, columns, column, STATISTICS: gl.constexpr, FIRST: gl.constexpr):
     """Returns the statistics with those of the logits of a quarter of a tile, which are -inf past the last class, and
     their sum without those. The tile begins at `column`, and the quarter FIRST columns later."""
@@ -96,10 +109,11 @@ def add_logits(found, logits, logit_sum, columns, column, STATISTICS: gl.constex
         if ARGMAX & STATISTICS:
             place = gl.expand_dims(columns - column, 0)
             here = gl.where(logits == gl.expand_dims(of_quarter, 1), place, FIRST + logits.shape[1])
-            argmax = gl.where(of_quarter > top, gl.min(here, 1).to(gl.float32), argmax)
-        top = gl.maximum(top, of_quarter)
+            above = to_rows(of_quarter, found) > top
+            argmax = gl.where(above, to_rows(gl.min(here, 1).to(gl.float32), found), argmax)
+        top = gl.maximum(top, to_rows(of_quarter, found))
     if LOGIT_SUM & STATISTICS:
-        logit += logit_sum
+        logit += to_rows(logit_sum, found)
     return Statistics(top, argmax, found.exp_log, logit, found.squares, found.shifts)
 
 
@@ -109,9 +123,9 @@ def add_exponentials(found, logits, exponentials, ref_exponent, STATISTICS: gl.c
     exp_log, squares = found.exp_log, found.squares
     if ENTROPY & STATISTICS:
         exponents = gl.maximum(logits * LOG2_E - gl.expand_dims(ref_exponent, 1), -1e4)  # 0 times it is 0
-        exp_log += gl.sum(exponentials * exponents, 1)
+        exp_log += to_rows(gl.sum(exponentials * exponents, 1), found)
     if SQUARES & STATISTICS:
-        squares += gl.sum(exponentials * exponentials, 1)
+        squares += to_rows(gl.sum(exponentials * exponentials, 1), found)
     return Statistics(found.top, found.argmax, exp_log, found.logit, squares, found.shifts)
 
 
@@ -122,7 +136,8 @@ def fit_in_float16(found, exponentials, total, QUARTER: gl.constexpr):
     shift = gl.minimum(gl.maximum(gl.floor(gl.log2(total)) - LARGEST_EXPONENT, 0.0), MOST_SHIFT)
     shifts = found.shifts + shift * 64.0**QUARTER
     found = Statistics(found.top, found.argmax, found.exp_log, found.logit, found.squares, shifts)
-    return found, exponentials * gl.expand_dims(gl.exp2(-shift), 1)
+    factor = gl.convert_layout(gl.exp2(-shift), gl.SliceLayout(1, exponentials.type.layout))
+    return found, exponentials * gl.expand_dims(factor, 1)
 
 
 @gluon.jit

@@ -55,14 +55,8 @@ NOT_SPECIALIZED = [  # nothing is gained by a compilation for each
 
 # Of a chunk; its address is a multiple of 4.
 PLACES = [
-    "target_ptr",
-    "ref_exponent_ptr",
-    "top_ptr",
-    "flag_ptr",
-    "ticket_ptr",
-    "sum_ptr",
-    "max_ptr",
-    "target_logit_ptr",
+    *("target_ptr", "ref_exponent_ptr", "top_ptr", "flag_ptr", "ticket_ptr"),
+    *("sum_ptr", "max_ptr", "target_logit_ptr"),
 ]
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, matmuls of bfloat16 come out wrong: upcast them
@@ -111,7 +105,8 @@ def _blocks(problem: Problem, *, repair: bool = False, splits: bool = False, cro
     With `repair` tiles have half the rows, because they are halves of the tiles of the sm_90 kernels. A program may
     then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor. With `splits` it
     reads a float32 head, whose tiles take twice the memory and whose parts take more registers. A kernel is `crowded`
-    if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps.
+    if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps, and room
+    for four stages.
     """
     plan = plan_of(problem)
     tile = plan.tile
@@ -328,24 +323,23 @@ def store_statistics(
 ):  # fmt: skip
     """Writes the `linear_ce.statistics` of a tile's rows, one after the other, each `rows` elements after the one
     before: (25), (43). `at` is where the first goes. The class of the largest logit is its column in the tile."""
+    # In this order no register of a repair on Hopper spills.
+    if ENTROPY & STATISTICS:
+        terms = tl.where(exponentials == 0, 0.0, exponentials * (logits * LOG2_E - ref_exponent[:, None]))
+        tl.store(at + planes((ENTROPY - 1) & STATISTICS) * rows, tl.sum(terms, 1), mask=inside)
+    if SQUARES & STATISTICS:
+        squares = tl.sum(exponentials * exponentials, 1)
+        tl.store(at + planes((SQUARES - 1) & STATISTICS) * rows, squares, mask=inside)
     if MAX & STATISTICS:
         top = tl.max(logits, 1)
         tl.store(at, top, mask=inside)
-        at += rows
         if ARGMAX & STATISTICS:
             here = tl.where(logits == top[:, None], tl.arange(0, BLOCK_V)[None, :], BLOCK_V)
-            tl.store(at, tl.min(here, 1).to(tl.float32), mask=inside)
-            at += rows
-    if ENTROPY & STATISTICS:
-        terms = tl.where(exponentials == 0, 0.0, exponentials * (logits * LOG2_E - ref_exponent[:, None]))
-        tl.store(at, tl.sum(terms, 1), mask=inside)
-        at += rows
+            tl.store(at + rows, tl.min(here, 1).to(tl.float32), mask=inside)
     if LOGIT_SUM & STATISTICS:
         here = (column + tl.arange(0, BLOCK_V) < classes)[None, :]
-        tl.store(at, tl.sum(tl.where(here, logits, 0.0), 1), mask=inside)
-        at += rows
-    if SQUARES & STATISTICS:
-        tl.store(at, tl.sum(exponentials * exponentials, 1), mask=inside)
+        logit_sum = tl.sum(tl.where(here, logits, 0.0), 1)
+        tl.store(at + planes((LOGIT_SUM - 1) & STATISTICS) * rows, logit_sum, mask=inside)
 
 
 @triton.jit
@@ -614,13 +608,14 @@ def repair(
     redoes: bool,
     by_row: bool,
 ) -> None:
-    """Launches `repair_kernel`. w is a vocabulary chunk of the head in x's dtype, or of one that is split."""
+    """Launches `repair_kernel`. w is a vocabulary chunk of the head in x's dtype, or of one that is split. With by_row
+    it has the same warps whatever else it computes: `statistics`."""
     first, others, *place = e
     pointers = target, ref_exponent, top, flag, ticket, sums, of_logits, target_logit, *place
     stores = first is not None
     switches = {"FINDS": finds, "REDOES": redoes, "STORES": stores, "STATISTICS": statistics, "BY_ROW": by_row}
     splits = w.dtype != x.dtype
-    blocks = _blocks(problem, repair=True, splits=splits)
+    blocks = _blocks(problem, repair=True, splits=splits, crowded=by_row)
     if plan_of(problem).fits_float16:
         blocks.constexprs["TOP_EXPONENT"] = TOP_EXPONENT
     x = x[:, : w.shape[1]] if splits else x  # once, without the copy beside it
@@ -707,6 +702,8 @@ def statistics(
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
     switches = {"WEIGHTED": weighted_sums is not None, "STATISTICS": statistics & ~bits.BY_ROW}
     blocks = _blocks(problem, crowded=weighted_sums is not None or statistics != 0)
+    if blocks.pointers and all(one is not None for one in (weighted_sums, problem.spec.softcap, problem.linear_bias)):
+        blocks.constexprs["num_stages"] = 4  # with the three stages of 8.6 and 8.9, 16 bytes of registers spill
     launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, blocks)
 
 

@@ -53,7 +53,7 @@ from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
 from jax_pallas.triton_launch import run
-from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, SHIFTS, SQUARES
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, OF_LOGITS, SHIFTS, SQUARES
 
 STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
 
@@ -239,24 +239,37 @@ def exponentials_epilogue(
 ) -> tuple[Any, Array | None]:
     """Returns scaled exponentials of a piece, and writes their sums: (29), (31)."""
     capped, ratio = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
+    statistics, ref_exponent = switches.statistics, half.by_row["ref_exponent"]
+    found, logits, of_logits = {}, None, {}
+    # With many statistics those of the logits come first, and the references are loaded in each piece. Otherwise 68
+    # bytes of registers spill.
+    crowded = statistics & OF_LOGITS not in (0, MAX, ENTROPY)
+    if crowded:
+        if statistics & MAX:
+            of_logits = largest_of(half, piece, half.masked(capped, piece, -jnp.inf), carried, statistics)
+        if statistics & LOGIT_SUM:
+            found["logit_sums"] = half.masked(capped, piece, 0.0).sum(1)
+        logits = target_logits_of(half, piece, capped, carried)
+        ref_exponent = plgpu.load(half.refs["ref_exponent"].at[pl.ds(half.row, HALF)], layout=ROW, optimized=False)
     # Masked afterwards, so that full and partial tiles round alike: each logit and its reference exponent once.
-    exponents = capped * LOG2_E - half.of_rows("ref_exponent")
+    exponents = capped * LOG2_E - lax.broadcast_in_dim(ref_exponent, capped.shape, (0,))
     values = half.masked(jnp.exp2(exponents), piece, 0.0)
-    found = {}
-    if switches.statistics & ENTROPY:
+    if statistics & ENTROPY:
         # 0 times it is 0. Past the last class it may be NaN.
-        exponents = half.masked(jnp.maximum(exponents, NO_PROBABILITY), piece, 0.0)
-        found["exp_logs"] = (values * exponents).sum(1)
+        if crowded:
+            terms = jnp.where(values == 0.0, 0.0, values * exponents)
+        else:
+            terms = values * half.masked(jnp.maximum(exponents, NO_PROBABILITY), piece, 0.0)
+        found["exp_logs"] = terms.sum(1)
     found["sums"] = values.sum(1)
-    if switches.statistics & LOGIT_SUM:
-        found["logit_sums"] = half.masked(capped, piece, 0.0).sum(1)
-    if switches.statistics & SQUARES:
+    if statistics & SQUARES:
         found["squares"] = (values * values).sum(1)
     if carried is not None:
         found = {name: carried[name] + value for name, value in found.items()}
-    if switches.statistics & MAX:
-        found |= largest_of(half, piece, half.masked(capped, piece, -jnp.inf), carried, switches.statistics)
-    if switches.statistics & SHIFTS:
+    if statistics & MAX and not crowded:
+        of_logits = largest_of(half, piece, half.masked(capped, piece, -jnp.inf), carried, statistics)
+    found |= of_logits
+    if statistics & SHIFTS:
         shift = shift_of(found["sums"])
         values = values * lax.broadcast_in_dim(jnp.exp2(-shift), values.shape, (0,))
         packed = shift * 256.0 ** (piece % IN_A_NUMBER)
@@ -264,8 +277,10 @@ def exponentials_epilogue(
             own = packed if first <= piece < first + IN_A_NUMBER else jnp.zeros_like(packed)
             found[name] = own if carried is None else carried[name] + own
     half.put_last(piece, found)
-    logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
-    store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["ref_exponent"]), logits)
+    if logits is None:
+        logits = target_logits_of(half, piece, capped, carried)
+    found["target_logits"] = logits
+    store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - ref_exponent), logits)
     if not switches.stores:
         return found, None
     return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)

@@ -231,7 +231,8 @@ class Language:
 
     int32, int64, float32 = "i32", "i64", "f32"
     static_range = range
-    names: Mapping[str, Any] = {}  # what else a kernel's module imports
+    # What else a kernel's module imports, or defines in assembly.
+    names: Mapping[str, Any] = {"reciprocal": lambda value: Value(1 / value.data, "f32")}
 
     def __init__(self, program: int, programs: Sequence[int]) -> None:
         self.program, self.programs = program, programs
@@ -260,6 +261,12 @@ class Language:
 
     def max(self, value: Value, axis: int) -> Value:
         return Value(value.data.max(axis), value.dtype)
+
+    def min(self, value: Value, axis: int) -> Value:
+        return Value(value.data.min(axis), value.dtype)
+
+    def abs(self, value: Value) -> Value:
+        return Value(np.abs(value.data), value.dtype)
 
     def expand_dims(self, value: Value, axis: int) -> Value:
         return Value(np.expand_dims(value.data, axis), value.dtype)

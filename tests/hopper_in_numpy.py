@@ -96,6 +96,7 @@ class HopperLanguage(Language):
         self.failed: list[BaseException] = []
         self.running = self.waiting = 0  # threads; those that wait are still to look at what changed last
         self.names = {
+            **Language.names,
             "mbarrier": self,
             "tma": self,
             "tma_load": self.tma_load,
@@ -106,6 +107,7 @@ class HopperLanguage(Language):
             "warpgroup_mma_wait": self.warpgroup_mma_wait,
             "fence_async_shared": self.thread_fence,
             "minus_infinity_outside": lambda value, inside: self.where(inside > 0, value, -np.inf),
+            "rounded_here": lambda value, dtype: value.to(dtype),
             "async_add_shared_to_global": self.async_add_shared_to_global,
         }
 

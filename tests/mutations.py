@@ -336,8 +336,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/hopper_logits.py",
-        'LOG2_E - half.of_rows("ref_exponent")',
-        'LOG2_E + half.of_rows("ref_exponent")',
+        "LOG2_E - lax.broadcast_in_dim(ref_exponent",
+        "LOG2_E + lax.broadcast_in_dim(ref_exponent",
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
     Mutation(
@@ -1173,7 +1173,7 @@ SAVED_ROWS = (
     ),
     Mutation(
         "jax_pallas/hopper_logits.py",
-        "(values * exponents).sum(1)",
+        "terms.sum(1)",
         "exponents.sum(1)",
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
@@ -1355,6 +1355,8 @@ SM80_PLANS = tests("chunk_cost", "first_chunk_for_compute_capability_8")
 D_INPUT_OF_PIECES = tests("core_triton_input_grad", "test_d_input and (256 or 384)")
 TILES_OF_PIECES = tests("core_triton_first_chunk", "each_tile")
 LAUNCHES_OF_PIECES = tests("core_triton_first_chunk", "one_launch")
+ALL_STATISTICS = tests("jax_pallas_hopper_logits", "test_exponentials")
+STATISTICS_OF_TILES = tests("core_triton_first_chunk", "all_statistics")
 FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
 FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_launch or any_of_the_best")
 OF_FLOAT16 = tests("chunk_cost", "first_chunk_of_float16")
@@ -1397,6 +1399,10 @@ FIRST_CHUNK = (
     Mutation("core_triton/plan.py", "if ampere and d_weight_kernel:", "if False:", SM80_PLANS),
     Mutation("core_triton/hopper_gradients.py", "if k < piece:", "if k <= piece:", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),
+    Mutation("core_triton/gluon_common.py", "squares += to_rows(", "squares = to_rows(", STATISTICS_OF_TILES),
+    Mutation("core_triton/gluon_common.py", "logit += to_rows(", "logit = to_rows(", STATISTICS_OF_TILES),
+    Mutation("jax_pallas/hopper_logits.py", "0.0, 0.0, values * exponents", "0.0, 0.0, values", ALL_STATISTICS),
+    Mutation("core_triton/ampere_logits.py", "place, _ = targets_of", "_, place = targets_of", STATISTICS_OF_TILES),
     Mutation("core_triton/hopper_common.py", "in range(BLOCK_D, hidden, BLOCK_D)", "in range(0)", TILES_OF_PIECES),
     Mutation("core_triton/hopper_common.py", "use_acc=ADDS", "use_acc=False", TILES_OF_PIECES),
     Mutation("core_triton/hopper_logits.py", "gl.maximum(part * part_steps, 1)", "part * part_steps", TILES_OF_PIECES),

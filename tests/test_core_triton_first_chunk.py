@@ -32,7 +32,7 @@ from core_triton.problem import NeedsGrad, Problem, layout_of
 from core_triton.scaled_exp import scaled_exp
 from core_triton.tile_config import CLASS_BLOCK, ROW_BLOCK
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import SHIFTS
+from linear_ce.statistics import OF_LOGITS, SHIFTS
 
 MODULES = (hopper_common, hopper_logits, gluon_common)
 AMPERE_MODULES = (ampere_common, ampere_logits, gluon_common, hopper_logits, kernels)
@@ -139,6 +139,66 @@ def test_each_tile_of_logits_goes_to_its_piece(
     assert e.others[:, row_blocks * ROW_BLOCK if hopper else N :].isnan().all()
     assert d_weight[2 * PIECE :].isnan().all()
     assert not flag.any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")  # it is not selected
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_statistics_of_tiles_of_capped_logits(capability: int, dtype: torch.dtype) -> None:
+    """A thread keeps the statistics of other rows than those whose logits it computes for compute capability 8.x."""
+    generator = torch.Generator().manual_seed(0)
+    problem = problem_of(N, D, V, "cpu", 2**28, dtype=dtype, capability=capability)
+    plan = replace(ops.plan_of(problem), programs=2)
+    problem = replace(problem, plan=plan, spec=LossSpec("sum", softcap=2.0, logit_scale=0.7))
+    hopper, float16 = capability == 90, dtype == torch.float16
+    class_block, reference = CLASS_BLOCK if hopper else 128, -13 if float16 else 3
+    blocks = -(-V // class_block)
+    x, w = (0.1 * torch.randn(rows, D, generator=generator).to(dtype) for rows in (N, V))
+    target = torch.randint(0, V, (N,), generator=generator)
+    statistics = OF_LOGITS | SHIFTS * float16
+    found = torch.full((blocks, 5 + float16, N), torch.nan)
+    sums, target_logit, e = torch.full((blocks, N), torch.nan), torch.full((N,), torch.nan), torch.zeros(N, 704)
+    e = e.to(dtype)
+    run = partial(*((hopper_in_numpy.run, MODULES) if hopper else (gluon_in_numpy.run, AMPERE_MODULES)), late=True)
+    with mock.patch.object(kernels, "launch", run):
+        (hopper_logits if hopper else ampere_logits).exponentials(
+            problem,
+            x,
+            w,
+            slice(0, V),
+            Active(torch.tensor(N, dtype=torch.int32), 0, 0),
+            target=At(target, 0),
+            ref_exponent=At(torch.full((N,), float(reference)), 0),
+            flag=At(torch.zeros(-(-N // ROW_BLOCK), dtype=torch.int32), 0),
+            target_logit=At(target_logit, 0),
+            sums=At(sums, 0),
+            of_logits=At(found, 0),
+            e=Stores(e),
+            statistics=statistics,
+            **({"hit": None} if hopper else {}),
+        )
+    logits = 2.0 * torch.tanh(0.35 * (x.double() @ w.double().T))
+    exponents = logits / torch.log(torch.tensor(2.0, dtype=torch.float64)) - reference
+    kept = torch.nn.functional.pad(torch.ones(V), (0, blocks * class_block - V)).view(blocks, class_block) > 0
+
+    def by_block(values: torch.Tensor, outside: float) -> torch.Tensor:
+        padded = torch.nn.functional.pad(values, (0, blocks * class_block - V))
+        return padded.view(N, blocks, class_block).where(kept, outside)
+
+    largest = by_block(logits, -torch.inf).max(2)
+    exps = by_block(exponents.exp2(), 0.0)
+    wanted = [largest.values, largest.indices, (exps * by_block(exponents, 0.0)).sum(2)]
+    wanted += [by_block(logits, 0.0).sum(2), exps.square().sum(2)]
+    for index, values in enumerate(wanted):
+        torch.testing.assert_close(found[:, index].double(), values.T.double(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums.double(), exps.sum(2).T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target_logit.double(), logits[range(N), target], rtol=1e-4, atol=1e-4)
+    capped = exponents.exp2() * (1 - (logits / 2.0).square())
+    if float16:
+        shifts = torch.stack([(found[:, 5].int() >> (6 * i)) & 63 for i in range(4)], 1).view(4 * blocks, N)
+        assert (shifts > 0).all()
+        capped /= shifts.T.repeat_interleave(class_block // 4, 1)[:, :V].exp2()
+    assert (e[:, :V].double() - capped).abs().max() < 4e-3 * capped.abs().max()
 
 
 @pytest.mark.parametrize("late", [False, True])

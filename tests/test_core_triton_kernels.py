@@ -289,7 +289,7 @@ FOR_HOPPER = (
 FOR_AMPERE = (
     "stats-transposed",
     "smoothing-transposed",
-)  # run only for compute capability 8.x: kernels that spill
+)  # run only for compute capability 8.x: kernels that spilled
 # Those of `FOR_HOPPER` that have kernels on other GPUs which no remaining call launches.
 WITH_OTHER_KERNELS = ["train-long", "split-transposed", "smoothing-fp16-head32"]
 COMPILED = [
@@ -581,24 +581,12 @@ def test_what_is_loaded_of_d_weight_depends_on_the_gpu_and_on_the_rows(gpu: str,
     assert found == loaded
 
 
-# Bytes of registers that the kernels of a call spill. Those of compute capability 8.x are also in docs/options.md.
+# Bytes of registers that the kernels of a call spill. Those for compute capability 8.x (docs/options.md) and 9.0 spill
+# none.
 SPILLS = {
     (100, "train-smoothing"): {
         "kernels.d_logits_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; HAS_SIGMA,W_BY_CLASS,HAS_BIAS,"
         "HAS_SOFTCAP)": 72
-    },
-    (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
-    (80, "smoothing-fp16"): {"ampere_gradients.smooth_d_input_kernel(; W_BY_CLASS)": 8},
-    # All statistics of token losses together.
-    (90, "token-stats"): {
-        "kernels.repair_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
-        "HAS_BIAS,STATISTICS=31)": 8
-    },
-    (90, "token-stats-softcap"): {
-        "hopper_logits.exponentials_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 64]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
-        "STATISTICS=31)": 88,
-        "kernels.repair_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
-        "HAS_SOFTCAP,STATISTICS=31)": 40,
     },
     (100, "entropy"): {
         "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64]; W_BY_CLASS,HAS_BIAS,HAS_SOFTCAP,STATISTICS=4)": 40
@@ -612,52 +600,21 @@ SPILLS = {
     },
     (100, "token-stats"): {
         "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; STORES,W_BY_CLASS,HAS_BIAS,"
-        "STATISTICS=31)": 232
+        "STATISTICS=31)": 56
     },
     (100, "token-stats-softcap"): {
         "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
-        "STATISTICS=31)": 152
-    },
-    # Statistics beside the shifts of float16.
-    (90, "options-fp16"): {
-        "hopper_logits.exponentials_kernel(fp16[64, 64], fp16[256, 64], fp16[64, 64]; STORES,W_BY_CLASS,HAS_BIAS,"
-        "HAS_SOFTCAP,STATISTICS=129)": 64
-    },
-    (90, "token-stats-fp16"): {
-        "kernels.repair_kernel(fp16[64, 64], fp16[256, 64], fp16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
-        "STATISTICS=159)": 8
+        "STATISTICS=31)": 136
     },
     (100, "token-stats-fp16"): {
         "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64], fp16[128, 128]; STORES,W_BY_CLASS,"
-        "STATISTICS=159)": 144
+        "STATISTICS=159)": 16
     },
     (100, "entropy-fp16"): {
         "kernels.exponentials_kernel(fp16[128, 64], fp16[128, 64]; W_BY_CLASS,HAS_BIAS,HAS_SOFTCAP,STATISTICS=4)": 40
     },
-    **{
-        (arch, "token-stats-fp16"): {
-            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,STATISTICS=159)": 312,
-        }
-        for arch in (80, 89)
-    },
-    **{
-        (arch, "token-stats"): {
-            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,HAS_BIAS,STATISTICS=31)": exponentials,
-        }
-        for arch, exponentials in ((80, 256), (89, 264))
-    },
-    **{
-        (arch, "token-stats-softcap"): {
-            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,HAS_SOFTCAP,STATISTICS=31)": exponentials,
-            "kernels.repair_kernel(; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,HAS_SOFTCAP,STATISTICS=31)": repair,
-        }
-        for arch, exponentials, repair in ((80, 392, 80), (89, 376, 72))
-    },
 }
-
-
-# With a shard's sizes the kernel for compute capability 8.9 spills what that for 8.0 does.
-SPILLS |= {(arch, "shard-stats"): SPILLS[80 if arch == 89 else arch, "token-stats"] for arch in SHARED_MEMORY}
+SPILLS[100, "shard-stats"] = SPILLS[100, "token-stats"]
 
 
 @pytest.mark.slow
