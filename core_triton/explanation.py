@@ -1,6 +1,5 @@
 """What `explain` returns: which implementation a call runs, why, and the plan of the call."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,16 +87,5 @@ def explained(
         plan = gathered_tokens.explained(
             problem, lambda one: ops.plan_for(one, stage, budget, name, needs_grad, device=on, **asked)
         )
-        plan = with_logits_again(plan)
+        plan = plan.with_logits_again()
     return Explanation(*choose(input.device, implementation, gpu), plan)
-
-
-def with_logits_again(plan: ExecutionPlan) -> ExecutionPlan:
-    """Returns the plan of a scalar loss with its logits twice, where they are computed for the loss and again for the
-    gradients, because none are kept between the two."""
-    keeps = plan.path == "scaled_exp" or plan.chunk_config.keeps_logits
-    logits = [name for name in plan.matmuls if name.startswith("logits")]
-    if keeps or len(plan.matmuls) == len(logits) or any(name.endswith("of the losses") for name in logits):
-        return plan
-    again = [f"{name} again" for name in logits]
-    return replace(plan, matmuls=(*logits, *again, *plan.matmuls[len(logits) :]))

@@ -124,15 +124,4 @@ def explained(
     plan.check_named(implementation)
     if plan.why_chunked is not None:
         chosen = Implementation(plan.implementation, plan.why_chunked)
-    return Explanation(*chosen, plan if reduction == "none" else with_logits_again(plan))
-
-
-def with_logits_again(plan: ExecutionPlan) -> ExecutionPlan:
-    """Returns the plan of a scalar loss with its logits twice, where they are computed for the loss and again for the
-    gradients, because none are kept between the two."""
-    keeps = plan.path == "scaled_exp" or plan.chunk_config.keeps_logits
-    logits = [name for name in plan.matmuls if name.startswith("logits")]
-    if keeps or len(plan.matmuls) == len(logits) or any(name.endswith("of the losses") for name in logits):
-        return plan
-    again = [f"{name} again" for name in logits]
-    return replace(plan, matmuls=(*logits, *again, *plan.matmuls[len(logits) :]))
+    return Explanation(*chosen, plan if reduction == "none" else plan.with_logits_again())

@@ -19,6 +19,7 @@ from linear_ce.chunking import (
     SavedRowCount,
     describe_chunks,
     describe_plan,
+    logits_again,
     plan_passes,
 )
 from linear_ce.cost_coefficients import COEFFICIENTS
@@ -139,6 +140,15 @@ class ExecutionPlan:
         assert isinstance(self.chunks, ScaledExpConfig)
         return self.chunks
 
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether the logits of a chunk, or their exponentials, stay in memory until its gradients are computed."""
+        return self.path == "scaled_exp" or self.chunk_config.keeps_logits
+
+    def with_logits_again(self) -> "ExecutionPlan":
+        """This plan of a scalar loss, which lists its logits twice where the gradients compute them again."""
+        return self if self.keeps_logits else replace(self, matmuls=logits_again(self.matmuls))
+
     def __str__(self) -> str:
         others = self.others
         family = None
@@ -157,7 +167,7 @@ class ExecutionPlan:
             workspace=max(plan.chunks.bytes for plan in (self, others) if plan is not None),
             budget=self.memory_budget,
             saved=self.saved,
-            saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
+            saves_logits=self.keeps_logits,
             others=None if others is None else (others.path, others.describe_chunks()),
             fixed_rows=tile_config.FIXED_ROWS if self.batch_invariant else None,
         )

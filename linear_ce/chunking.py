@@ -253,6 +253,15 @@ PATHS = {
 }
 
 
+def logits_again(matmuls: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the matmuls of a loss with its logits twice, if a gradient follows and they are listed once."""
+    logits = [name for name in matmuls if name.startswith("logits")]
+    if len(matmuls) == len(logits) or any(name.endswith("of the losses") for name in logits):
+        return matmuls
+    again = [f"{name} again" for name in logits]
+    return (*logits, *again, *matmuls[len(logits) :])
+
+
 def describe_chunks(tokens: int, rows: int, first_rows: int = 0) -> str:
     """Returns the chunks of a call in words.
 

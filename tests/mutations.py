@@ -1206,15 +1206,15 @@ SAVED_ROWS = (
     ),
     Mutation("jax_pallas/explanation.py", "batch_invariant or with_entropy", "batch_invariant", JAX_EXPLAINED),
     Mutation(
-        "jax_pallas/explanation.py",
-        'plan.path == "scaled_exp" or plan.chunk_config.keeps_logits',
-        'plan.path != "recompute"',
+        "jax_pallas/plan.py",
+        'self.path == "scaled_exp" or self.chunk_config.keeps_logits',
+        'self.path != "recompute"',
         tests("jax_pallas_plan", "computed_again"),
     ),
     Mutation(
-        "core_triton/explanation.py",
-        'plan.path == "scaled_exp" or plan.chunk_config.keeps_logits',
-        'plan.path != "recompute"',
+        "core_triton/plan.py",
+        'self.path == "scaled_exp" or self.chunk_config.keeps_logits',
+        'self.path != "recompute"',
         tests("core_triton_errors", "computed_again"),
     ),
 )
