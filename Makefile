@@ -117,7 +117,8 @@ test-slow: .venv/.dev
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist load -m "slow and not gpu" $(ARGS)
 
 test-latest: .venv-latest/.dev
-	@$(LATEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|jax|jaxlib|numpy|flax|optax) '
+	@$(LATEST)/python -m pip list 2>/dev/null | grep -E \
+	  '^(torch|triton|jax|jaxlib|numpy|flax|optax|orbax-checkpoint|grain|transformers|tokenizers|peft) '
 	@$(TEST_ENV) $(LATEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-hosts: .venv-hosts/.hosts
