@@ -586,8 +586,8 @@ def test_what_is_loaded_of_d_weight_depends_on_the_gpu_and_on_the_rows(gpu: str,
     assert found == loaded
 
 
-# Bytes of registers that the kernels of a call spill. Those for compute capability 8.x (docs/options.md) and 9.0 spill
-# none.
+# Bytes of registers that the kernels of a call spill with Triton 3.6. Those for compute capability 8.x and 9.0 spill
+# none (docs/options.md).
 SPILLS = {
     (100, "train-smoothing"): {
         "kernels.d_logits_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; HAS_SIGMA,W_BY_CLASS,HAS_BIAS,"
