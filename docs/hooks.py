@@ -59,6 +59,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)#\s][^)\s]*)\)")
 COMMANDS = {"\\_": "_", "\\arg": "arg", "\\lfloor": "&#x230A;", "\\rfloor": "&#x230B;"}
 PLOT = re.compile(r"<!-- plot: (\w+) -->")
+CELL = re.compile(r"<td.*?</td>")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
@@ -103,7 +104,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Renders equations as MathML, which browsers show without scripts, and plots."""
+    """Renders equations as MathML, which browsers show without scripts, and plots. Keeps two numbers with a slash
+    between them on one line in tables."""
 
     def rendered(match: re.Match[str]) -> str:
         latex = match[2].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").strip()
@@ -121,6 +123,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
             raise PluginError(f"{page.file.src_uri}: not rendered: {latex}: {mathml}")
         return mathml
 
+    html = CELL.sub(lambda cell: re.sub(r"(?<=\d) / (?=[\d-])", "&nbsp;/&nbsp;", cell[0]), html)
     html = EQUATION.sub(rendered, html)
     first = PLOT.search(html)
     if first is None:
