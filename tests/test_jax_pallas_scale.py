@@ -182,7 +182,7 @@ def of_tokens(body: Callable[..., Any], out: Any, mesh: Mesh, *others: P) -> Any
 
 
 def check_token_programs() -> None:
-    """The gradient of the whole program, eager calls, scan, checkpoint, vmap and a head that each device has."""
+    """The gradient of the whole program, an eager gradient, scan, and a head that each device has."""
     arrays = problem(192, 8, 300)
     given = tuple(arrays[name] for name in ("input", "linear_weight", "target", "linear_bias"))
     mesh, head = mesh_of(data=DEVICES), (0, 1, 3)
@@ -198,8 +198,6 @@ def check_token_programs() -> None:
     assert_close(of_tokens(jax.value_and_grad(own, head), grads, mesh)(*given), want)
     rows = of_tokens(partial(own, reduction="none"), P("data"), mesh)
     assert_close(jax.jit(jax.grad(lambda *a: jax.jit(rows)(*a).mean(), head))(*given), want[1])
-    assert_close(of_tokens(own, P(), mesh)(*given), want[0])
-    assert_close(jax.jit(of_tokens(jax.value_and_grad(jax.checkpoint(own), head), grads, mesh))(*given), want)
 
     def in_scan(x: Array, w: Array, y: Array, b: Array) -> Any:
         def step(total: Any, batch: Any) -> tuple[Any, Any]:
@@ -211,12 +209,6 @@ def check_token_programs() -> None:
         return jax.tree.map(lambda a: a / 2, (value, (d_x.reshape(48, 8), d_w, d_b)))
 
     assert_close(jax.jit(of_tokens(in_scan, grads, mesh))(*given), want)
-
-    def in_vmap(x: Array, w: Array, y: Array, b: Array) -> Array:
-        batched = jax.vmap(own, in_axes=(0, None, 0, None))
-        return batched(x.reshape(2, 24, 8), w, y.reshape(2, 24), b).mean()
-
-    assert_close(jax.jit(of_tokens(jax.value_and_grad(in_vmap, head), grads, mesh))(*given), want)
 
     def each_has_a_head(x: Array, w: Array, y: Array, b: Array) -> Any:
         w = jax.lax.pcast(w, ("data",), to="varying")
@@ -235,6 +227,26 @@ def check_token_programs() -> None:
     body = jax.shard_map(of_host, mesh=two, in_specs=(half, P(), half, P()), out_specs=(P(), (half, P(), P())))
     whole = jax.jit(jax.value_and_grad(partial(loss, reduction="sum"), head))
     assert_close(jax.jit(body)(*given), whole(*given))
+
+
+def check_more_token_programs() -> None:
+    """An eager call, checkpoint and vmap."""
+    arrays = problem(192, 8, 300)
+    given = tuple(arrays[name] for name in ("input", "linear_weight", "target", "linear_bias"))
+    mesh, head, grads = mesh_of(data=DEVICES), (0, 1, 3), (P(), (P("data"), P(), P()))
+
+    def own(x: Array, w: Array, y: Array, b: Array) -> Array:
+        return linear_cross_entropy(x, w, y, linear_bias=b, memory_budget=2**16, token_axis_names="data")
+
+    want = jax.jit(jax.value_and_grad(whole_loss, head))(*given)
+    assert_close(of_tokens(own, P(), mesh)(*given), want[0])
+    assert_close(jax.jit(of_tokens(jax.value_and_grad(jax.checkpoint(own), head), grads, mesh))(*given), want)
+
+    def in_vmap(x: Array, w: Array, y: Array, b: Array) -> Array:
+        batched = jax.vmap(own, in_axes=(0, None, 0, None))
+        return batched(x.reshape(2, 24, 8), w, y.reshape(2, 24), b).mean()
+
+    assert_close(jax.jit(of_tokens(jax.value_and_grad(in_vmap, head), grads, mesh))(*given), want)
 
 
 def check_closure() -> None:
@@ -412,12 +424,10 @@ def check_same_bits() -> None:
 
 
 def check_vocab_programs() -> None:
-    """The gradient of the whole program, an eager call, scan, checkpoint, vmap, an axis of one device, reduce_dtype."""
+    """Checkpoint, the gradient of a whole program with vmap, an axis of one device, reduce_dtype."""
     given, mesh, head = vocab_problem(), mesh_of(vocab=DEVICES), (0, 1, 3)
     want, vocab = jax.jit(jax.value_and_grad(whole_loss, head))(*given), P("vocab")
     grads = P(), (P(), vocab, vocab)
-    assert_close(jax.jit(jax.value_and_grad(of_shards(sharded_loss, P(), mesh), head))(*given), want)
-    assert_close(of_shards(sharded_loss, P(), mesh)(*given), want[0])
     kept = jax.value_and_grad(jax.checkpoint(sharded_loss), head)
     assert_close(jax.jit(of_shards(kept, grads, mesh))(*given), want)
     rows = of_shards(partial(sharded_loss, reduction="none"), P(), mesh)
@@ -428,6 +438,22 @@ def check_vocab_programs() -> None:
         return batched(x.reshape(2, 32, 8), w, y.reshape(2, 32), b).mean()
 
     assert_close(jax.jit(of_shards(jax.value_and_grad(in_vmap, head), grads, mesh))(*given), want)
+    one = of_shards(jax.value_and_grad(partial(sharded_loss, vocab_size=307), head), grads, mesh_of(vocab=1))
+    classes = (given[0], given[1], given[2] % 307, given[3])
+    whole = jax.jit(jax.value_and_grad(partial(whole_loss, vocab_size=307), head))
+    assert_close(jax.jit(one)(*classes), whole(*classes))
+    short = jax.jit(of_shards(jax.grad(partial(sharded_loss, reduce_dtype=jnp.bfloat16)), P(), mesh))
+    assert_close(short(*given), want[1][0], 2**-7)
+    text = short.lower(*given).as_text()
+    assert re.search(r"\(tensor<16x8xbf16>\) -> tensor<16x8xbf16>", text)
+
+
+def check_more_vocab_programs() -> None:
+    """The gradient of the whole program, an eager call and scan."""
+    given, mesh, head = vocab_problem(), mesh_of(vocab=DEVICES), (0, 1, 3)
+    want = jax.jit(jax.value_and_grad(whole_loss, head))(*given)
+    assert_close(jax.jit(jax.value_and_grad(of_shards(sharded_loss, P(), mesh), head))(*given), want)
+    assert_close(of_shards(sharded_loss, P(), mesh)(*given), want[0])
 
     def in_scan(x: Array, w: Array, y: Array, b: Array) -> Any:
         def step(total: Array, batch: Any) -> tuple[Array, Any]:
@@ -438,14 +464,6 @@ def check_vocab_programs() -> None:
         return value, d_x.reshape(64, 8)
 
     assert_close(jax.jit(of_shards(in_scan, (P(), P()), mesh))(*given), (want[0], want[1][0]))
-    one = of_shards(jax.value_and_grad(partial(sharded_loss, vocab_size=307), head), grads, mesh_of(vocab=1))
-    classes = (given[0], given[1], given[2] % 307, given[3])
-    whole = jax.jit(jax.value_and_grad(partial(whole_loss, vocab_size=307), head))
-    assert_close(jax.jit(one)(*classes), whole(*classes))
-    short = jax.jit(of_shards(jax.grad(partial(sharded_loss, reduce_dtype=jnp.bfloat16)), P(), mesh))
-    assert_close(short(*given), want[1][0], 2**-7)
-    text = short.lower(*given).as_text()
-    assert re.search(r"\(tensor<16x8xbf16>\) -> tensor<16x8xbf16>", text)
 
 
 def check_eager_gradients() -> None:
@@ -562,6 +580,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "tokens, two axes": check_two_axes,
     "tokens, kernels": check_token_kernels,
     "tokens, programs": check_token_programs,
+    "tokens, more programs": check_more_token_programs,
     "tokens, closure": check_closure,
     "tokens, stats": check_stats_of_all_tokens,
     "tokens, float32": check_sums_are_float32,
@@ -570,6 +589,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{case.name: partial(check_vocab, case, data=2, vocab=2) for case in BOTH_CASES},
     "vocabulary, bits": check_same_bits,
     "vocabulary, programs": check_vocab_programs,
+    "vocabulary, more programs": check_more_vocab_programs,
     "vocabulary, eager gradients": check_eager_gradients,
     "vocabulary, exchange": check_what_shards_exchange,
     "vocabulary, errors": check_vocab_errors,
@@ -588,6 +608,19 @@ SLOW = (
     # Cases of a vocabulary that is divided too, and test_jax_pallas_sharded.py, have the same function and options.
     "tokens, sum in float32",
     "tokens, token loss",
+    "tokens, token loss, none",
+    "tokens, none",
+    "vocabulary, mean",
+    "vocabulary, log-probabilities",
+    # Both axes have these functions.
+    "vocabulary, token loss",
+    # A mean is refused by the same line.
+    "refused, none",
+    # test_jax_pallas_sharded.py runs the kernels on tokens that are divided.
+    "tokens, kernels",
+    # The other programs of tokens and those of a vocabulary have each transformation once.
+    "tokens, more programs",
+    "vocabulary, more programs",
     # Tokens that are divided: an eager gradient is among their programs.
     "vocabulary, eager gradients",
     *(f"every case, {part}" for part in range(len(MESHES))),
