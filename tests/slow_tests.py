@@ -59,6 +59,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_extending_in_pieces_gives_the_hidden_states_of_the_whole",
         "test_rows_are_independent",
         "test_draws_repeat_with_their_key_and_rows_draw_independently",
+        # test_examples.py runs the command on a run, and the other tests read weights.
+        "test_the_command_prints_every_prompt_with_its_continuation[weights]",
     ),
     "test_flax_accounting.py": (
         "test_memory_of_a_step_is_its_state_and_the_temporaries_that_xla_plans",
@@ -78,7 +80,11 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient",
     ),
     # The other example also runs the trainer through its functions.
-    "test_examples.py": ("test_pretrain_text_learns_writes_a_model_and_prints_the_next_commands",),
+    "test_examples.py": (
+        "test_pretrain_text_learns_writes_a_model_and_prints_the_next_commands",
+        # The test of the first updates runs the same example.
+        "test_grpo_records_its_runs_and_draws_them",
+    ),
     "test_benchmarks_train.py": ("test_the_unfused_trainer_differs_only_in_the_loss",),
     "test_parity.py": ("test_the_command_compares_both_frameworks",),
     # A sum has the same plan as a mean.
@@ -133,6 +139,15 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_second_axis_as_vocabulary[log_probs]",
         "test_checkpoint[False-mean]",
         "test_vmap_keeps_no_head_gradient_for_each_element[entropy]",
+        # Evaluation of a mean and of log-probabilities, and the other dtypes of an unreduced loss remain.
+        "test_without_a_gradient_there_is_one_matmul[sum]",
+        "test_without_a_gradient_there_is_one_matmul[none]",
+        "test_no_head_is_transposed[float32-sum]",
+        "test_no_head_is_transposed[bfloat16-sum]",
+        "test_no_head_is_transposed[float32-log_probs]",
+        "test_no_head_is_transposed[float32-none]",
+        "test_no_head_is_transposed[bfloat16-mean]",
+        "test_gradient_of_each_single_argument[input-linear_bias-none]",
     ),
     "test_jax_pallas_edges.py": (
         "test_results_stay_float32_where_jax_has_64_bits[float32-12-none]",
@@ -185,6 +200,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_temporaries_within_budget[evaluate-(257, 32, 300)-log_probs]",
         "test_many_tokens_within_budget[mean]",
         "test_frozen_arguments_within_budget[input-none]",
+        "test_the_error_names_the_smallest_budget[sum]",
+        "test_the_error_names_the_smallest_budget[none]",
     ),
     # Mosaic's interpreter is slow, so the quick suite runs one shape for each branch of each kernel.
     "test_jax_pallas_hopper_logits.py": (
@@ -222,6 +239,8 @@ SLOW: dict[str, tuple[str, ...]] = {
             f"test_every_plan_by_triton_kernels[exponentials-fp16-{name}]"
             for name in ("cap", "repaired", "frozen", "sharp", "sharp-none", "smoothing")
         ),
+        # The case of float16 has chunks too.
+        "test_every_plan_by_triton_kernels[exponentials-chunks]",
     ),
     # The remaining case has every option. test_jax_pallas_kernels.py tests the other axis.
     "test_jax_pallas_shards.py": ("test_shards_by_triton_kernels[fp32]", "test_shards_by_triton_kernels[transposed]"),
@@ -290,6 +309,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_the_loss_is_never_below_zero[bfloat16-plain-none-pallas_triton]",
         # The other functions, options and dtypes of this loss remain by the kernels, and these in "chunked".
         "test_the_loss_is_never_below_zero[float32-scaled-mean-pallas_triton]",
+        # The kernels' losses of confident tokens remain with float16 and options, "chunked" with each dtype.
+        "test_confident_tokens_are_as_accurate_as_from_float32_logits[pallas_triton-plain]",
     ),
     # The same operators with other options run in the quick suite.
     "test_core_triton_compile.py": ("test_opcheck[options1-dtype0]",),
@@ -319,6 +340,12 @@ SLOW: dict[str, tuple[str, ...]] = {
         "[80-80-{'plan': 'stats', 'softcap': 30.0, 'transposed': True}]",
         "test_pieces_for_compute_capability_8_move_16_bytes_at_a_time[89-86-{'bias': True}]",
         "test_pieces_for_compute_capability_8_move_16_bytes_at_a_time[90-90-{'bias': True}]",
+        # Other tests compile each of these kernels for compute capability 8.9, with the same step and stages.
+        "test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels[89-32-3]",
+        "test_gradients_for_compute_capability_8_take_either_head[80-80-True]",
+        "test_gradients_for_compute_capability_8_take_either_head[90-90-True]",
+        "test_pieces_for_compute_capability_8_move_16_bytes_at_a_time"
+        "[90-90-{'plan': 'stats', 'softcap': 30.0, 'transposed': True}]",
     ),
     # The kernels get a broadcast bias like any other array. The quick suite tests one in "chunked".
     "test_jax_pallas_layouts.py": ("test_a_bias_that_is_broadcast[pallas_triton]",),
@@ -326,6 +353,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_jax_pallas_kernels.py": (
         "test_add_target_rows[bfloat16-1]",
         "test_vmap_runs_elements_one_after_the_other",
+        # test_jax_pallas_gpu_compile.py compiles a whole loss for the same GPU, with the tile of these kernels.
+        "test_kernels_compile_and_fit[a100 in no loss]",
     ),
     # The quick suite exports a symbolic axis in float32.
     "test_jax_pallas_symbolic.py": (
@@ -404,6 +433,16 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_statistics_have_no_gradient[options0]",
         "test_vmap[none-False-False]",
         "test_losses[none-focal-entropy]",
+        "test_options_in_chunks[focal-entropy-float32-1-{'softcap': 3.0, 'logit_scale': 0.7, 'vocab_size': 290, "
+        "'reduction': 'sum'}]",
+        "test_a_log_prob_that_is_nan_makes_the_row_nan[chunked-float32-input]",
+        "test_scan_and_checkpoint[none-False]",
+        "test_log_prob_of_confident_tokens_is_0[sum-float32]",
+        "test_gradients_that_are_not_needed_are_not_computed[mean-input-per_token]",
+        "test_matmuls_of_a_loss_of_the_entropy[names2-mean-2]",
+        "test_what_is_elementwise_runs[sum in a derivative of the closure]",
+        "test_named_losses_as_arguments[checkpoint]",
+        "test_a_rule_that_changed_is_compiled_again[float]",
     ),
     "test_jax_pallas_saved.py": (
         # Cases of the same upstream gradients run by the same kernels.
@@ -417,6 +456,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_memory_is_within_both_budgets[none-700]",
         "test_memory_is_within_both_budgets[log_probs-257]",
         "test_checkpoint[log_probs]",
+        "test_the_smallest_budget_is_that_of_all_passes[none-float16-sizes6-options6]",
+        "test_vmap[head-log_probs]",
+        "test_memory_is_within_both_budgets[log_probs-700]",
+        "test_saved_rows_take_three_matmuls[input-log_probs]",
     ),
     # The d_weight of float16 has the same kernel, and a factor. A whole call with a float32 head has the same kernels.
     "test_jax_pallas_first_chunk.py": (
@@ -443,6 +486,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_options_and_padding_and_rows_that_do_not_contribute[0]",
         "test_unreduced_token_losses_have_it[False]",
         "test_checkpoint_and_vmap_of_rows[log_probs]",
+        "test_micro_batches_add_up_in_a_scan[float16-60000-none]",
+        "test_no_second_array[bfloat16-none]",
+        "test_without_differentiation_the_call_evaluates[log_probs]",
+        "test_the_gradient_of_the_array_is_the_new_sum[frozen1-none]",
     ),
     "test_jax_pallas_head_precision.py": (
         # The plans of a mean and of a sum are the same, and those of losses and of log-probabilities.
@@ -452,6 +499,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_d_input_takes_both_halves_and_float32_rows_of_targets[0]",
         # test_jax_pallas_token_loss.py has a token loss of a split head by the same kernels.
         "test_kernels_store_the_exponentials_of_a_split_head",
+        # No stage depends on the function.
+        "test_input_is_the_default[log_probs]",
     ),
     "test_jax_pallas_float16.py": (
         "test_fit[None-mosaic]",
@@ -460,6 +509,28 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_each_row_is_placed_by_an_estimate_of_its_own_lse[0-None]",
         "test_each_row_is_placed_by_an_estimate_of_its_own_lse[1-300]",
         "test_the_terms_of_label_smoothing_have_the_scales_of_the_gradients[0]",
+    ),
+    "test_benchmarks_objectives.py": (
+        # The other tests of objectives run JAX's methods, and PyTorch runs every objective.
+        "test_every_objective_runs_end_to_end[jax-methods1]",
+    ),
+    "test_benchmarks_scale_out.py": (
+        # Both frameworks share the command. PyTorch also measures other libraries.
+        "test_rows_are_measured_on_two_cpus[jax]",
+    ),
+    "test_jax_pallas_numeric.py": (
+        # Each dtype keeps each reduction, each option and each loss of tokens, but not every pair.
+        "test_case[mean-fp16-smoothing-zloss-softcap-scale-padded-bias-weight-signed-normalizer-skewed-ignored-axis1-tight-"
+        "upstream-nostats-head32-strided-n123]",
+        "test_case[none-fp16-smoothing-zloss-softcap-scale-padded-bias-weight-signed-skewed-ignored-axis1-tight-upstream-"
+        "nostats-head32-strided-n123]",
+        "test_case[token_loss-grpo-k2-entropy-mean-bf16-softcap-scale-ignored-mask-n4x63]",
+        "test_case[token_loss-weighted_nll-none-bf16-softcap-scale-padded-bias-ignored-axis1-tight-signed-upstream-tokens16-"
+        "n4x63]",
+        "test_case[token_loss-weighted_nll-mean-fp16-n123]",
+        "test_case[log_probs-fp16-bias-ignored-tight-head32-strided-n4x63]",
+        "test_case[mean-fp32-smoothing-zloss-scale-weight-mask-ignored-tight-strided-n4x63]",
+        "test_case[edge-token_loss-stats-logits80-bf16]",
     ),
 }
 
