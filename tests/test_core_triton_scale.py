@@ -37,12 +37,12 @@ def requests(form: str) -> list[str]:
 SAVED = ("edge-saved-tight-fp16", "edge-log_probs-saved-part-fp16", "edge-log_probs-saved-entropy-bf16")
 
 
-SLOW_CHECKS = ("every_placement",)  # "placements" has each placement with two of the functions
+SLOW_CHECKS = ("every_placement",)  # "placements" has each placement with one of the functions
 
 
 def programs() -> dict[str, tuple[Command, bool]]:
     """Returns, for each request, the program that runs it, and whether it is quick."""
-    steps = dict(zip(FORMS, (12, 17, 17), strict=True)) | dict.fromkeys(PLACEMENTS, 79)
+    steps = dict(zip(FORMS, (24, 34, 34), strict=True)) | dict.fromkeys(PLACEMENTS, 158)
     # Each form begins elsewhere, so that they run other cases.
     starts = {"both": 8} | {form: 7 * number for number, form in enumerate(PLACEMENTS)}
     quick = [request for form in steps for request in requests(form)[starts.get(form, 0) :: steps[form]]]
@@ -83,9 +83,7 @@ INTERPRETED = (
 INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED[1:]))
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 # A case with few rows represents a part of 700. Where one of two shards has no class, their sizes differ too.
-# The check of tokens that are gathered chunk by chunk runs on four ranks.
 SLOW_BY_KERNELS = (
-    "check:gathered",
     f"vocabulary:{SAVED[1]}",
     "check:batch_invariant_gathered_rows",
     "check:saved_rows_of_different_sizes",
@@ -94,11 +92,8 @@ QUICK_BY_KERNELS = tuple(request for request in INTERPRETED if request not in SL
 QUICK_BY_KERNELS += ("vocabulary:edge-log_probs-saved-frozen_weight-fp16",)
 # Of four ranks. The checks of tokens that are gathered chunk by chunk are those of two ranks.
 OF_FOUR = ("check:gathered", "check:gathered_dtensors", "check:gathered_few_classes")
-BY_KERNELS = python("torch_ranks.py", "2", "triton", *QUICK_BY_KERNELS, "4", OF_FOUR[0])
-SLOWLY_BY_KERNELS = python("torch_ranks.py", "2", "triton", *SLOW_BY_KERNELS)
-
-
-SLOWLY_BY_FOUR = python("torch_ranks.py", "4", "triton", *OF_FOUR[1:])
+BY_KERNELS = python("torch_ranks.py", "2", "triton", *QUICK_BY_KERNELS)
+SLOWLY_BY_KERNELS = python("torch_ranks.py", "2", "triton", *SLOW_BY_KERNELS, "4", *OF_FOUR)
 
 
 def assert_passed(result: dict[str, Any]) -> None:
@@ -133,16 +128,8 @@ def test_two_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
     assert_passed(printed[request_])
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        pytest.param(OF_FOUR[0], marks=pytest.mark.programs(BY_KERNELS, seconds=25)),
-        *(
-            pytest.param(name, marks=[pytest.mark.programs(SLOWLY_BY_FOUR, seconds=8), pytest.mark.slow])
-            for name in OF_FOUR[1:]
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("request_", each(dict.fromkeys(OF_FOUR, SLOWLY_BY_KERNELS), seconds=15))
 def test_four_ranks_by_the_kernels(request_: str, printed: Printed) -> None:
     assert_passed(printed[request_])
 
