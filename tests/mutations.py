@@ -862,7 +862,7 @@ SCALE = (
         "jax_pallas/gathering.py",
         "found[place] = total(static, found[place], into)",
         "pass",
-        tests("jax_pallas_sharded", "fsdp and head"),
+        JAX_SUMS,
     ),
     Mutation("jax_pallas/sharded.py", "into + lax.psum(total, into_axes)", "into + total", JAX_SUMS),
     Mutation("jax_pallas/sharded.py", "into + lax.psum(of_devices, axes)", "lax.psum(of_devices, axes)", JAX_SUMS),
@@ -880,7 +880,7 @@ SCALE = (
     Mutation(
         "jax_pallas/ops.py", "gradient if scale is None else gradient / scale, named", "gradient, named", JAX_TOKEN_AXES
     ),
-    Mutation("jax_pallas/ops.py", "token.devices.sum_of_shared(d, array)", "d", JAX_TOKEN_AXES),
+    Mutation("jax_pallas/ops.py", "token.devices.sum_of_shared(d, array)", "d", tests("jax_pallas_sharded", "closure")),
     Mutation("jax_pallas/gathering.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
     Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
     Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),

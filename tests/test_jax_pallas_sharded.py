@@ -481,7 +481,6 @@ SLOW = (
     "fsdp, tokens: float32 sum",
     "fsdp, head: mean",
     "fsdp, head: float32 sum, none",
-    "batch and fsdp, tokens: saved",
     "vocabulary and fsdp, head: none",
     # test_jax_pallas_shard_rows.py gathers either within jax.shard_map, and the rule gathers tokens there.
     "shard_map, tokens",
