@@ -162,6 +162,14 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_zero_denominator_or_weights[options1]",
         # Every option and dtype that takes a separate path through the log-probabilities keeps a quick case.
         "test_results_stay_float32_where_jax_has_64_bits[float32-12-log_probs]",
+        # Each result, each differentiated argument and each dtype remains three times.
+        *(
+            f"test_a_row_of_nan_whose_upstream_gradient_is_0_changes_no_gradient[{results}-{names}-{dtype}]"
+            for i, results in enumerate((("loss",), ("log_prob",), ("log_prob", "entropy", "lse")))
+            for j, names in enumerate((("input", "linear_weight", "linear_bias"), ("input",), ("linear_weight",)))
+            for k, dtype in enumerate(("float32", "bfloat16", "float16"))
+            if (i + j + k) % 3 != 1
+        ),
     ),
     # One shape with several chunks represents the others.
     "test_jax_pallas_memory.py": (
@@ -257,6 +265,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_benchmarks.py": (
         "test_every_mode_runs_end_to_end[jax-others1]",
         "test_sharp_logits_show_what_rounded_logits_cost[jax-float32-logits-rounded-gradient-rounded1]",
+        # The tests of objectives run JAX's methods too.
+        "test_random_targets_and_float32[jax]",
     ),
     # The harness's modes also run with PyTorch.
     "test_benchmarks_host.py": ("test_host_time_of_jax",),
@@ -313,7 +323,13 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_confident_tokens_are_as_accurate_as_from_float32_logits[pallas_triton-plain]",
     ),
     # The same operators with other options run in the quick suite.
-    "test_core_triton_compile.py": ("test_opcheck[options1-dtype0]",),
+    "test_core_triton_compile.py": (
+        "test_opcheck[options1-dtype0]",
+        # A mean and log-probabilities remain, and a model with each reduction of a vector or a number.
+        "test_functions_compile_without_graph_breaks[sum]",
+        "test_functions_compile_without_graph_breaks[none]",
+        "test_dynamic_shapes_compile_once[none]",
+    ),
     # The quick suite checks each function and each check_vma setting, but not every pair.
     "test_jax_pallas_sharding.py": (
         "test_on_several_devices[sum, checked]",
@@ -531,6 +547,26 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_case[log_probs-fp16-bias-ignored-tight-head32-strided-n4x63]",
         "test_case[mean-fp32-smoothing-zloss-scale-weight-mask-ignored-tight-strided-n4x63]",
         "test_case[edge-token_loss-stats-logits80-bf16]",
+    ),
+    "test_benchmarks_compare.py": (
+        # The other tests of this file compare stand-ins, and those of the harness check results of both frameworks.
+        "test_two_folders_are_checked_and_timed_alternately",
+    ),
+    "test_benchmarks_compile_ahead.py": (
+        # test_benchmarks_sweep.py compiles programs ahead too, and these programs give the same bits.
+        "test_rows_use_programs_that_were_compiled_ahead[compile_here]",
+    ),
+    "test_benchmarks_same_launches.py": (
+        # The other tests compare the steps of programs of JAX too.
+        "test_steps_of_a_program_of_jax_are_its_kernels",
+    ),
+    "test_benchmarks_sm80.py": (
+        # Another test compiles this kernel for Hopper too.
+        "test_the_kernel_of_pallas_for_an_a100_accumulates_in_its_matmul[90]",
+    ),
+    "test_pages.py": (
+        # test_sequence_losses.py runs the losses of this page.
+        "test_python_of_the_pages_runs[objectives.md]",
     ),
 }
 

@@ -296,10 +296,11 @@ def test_template_whose_last_answer_cannot_be_located_raises(folder, tmp_path):
             TALK,
             r"a\.jsonl:1: the chat template of .*json needs more than 100 MiB of memory$",
         ),
-        (
+        pytest.param(  # it takes these two seconds
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             TALK,
             r"a\.jsonl:1: the chat template of .*json needs more than 2 s of CPU time$",
+            marks=pytest.mark.slow,
         ),
     ],
 )
