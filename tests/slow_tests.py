@@ -369,8 +369,6 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_jax_pallas_kernels.py": (
         "test_add_target_rows[bfloat16-1]",
         "test_vmap_runs_elements_one_after_the_other",
-        # test_jax_pallas_gpu_compile.py compiles a whole loss for the same GPU, with the tile of these kernels.
-        "test_kernels_compile_and_fit[a100 in no loss]",
     ),
     # The quick suite exports a symbolic axis in float32.
     "test_jax_pallas_symbolic.py": (
@@ -567,6 +565,15 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_pages.py": (
         # test_sequence_losses.py runs the losses of this page.
         "test_python_of_the_pages_runs[objectives.md]",
+    ),
+    "test_hosts_jax.py": (
+        # Each version of Tunix and each setting remains, and each layer of Linen.
+        "test_loss_fn_of_tunix_has_the_results_of_its_default[False-None-0.1.7-OldTunixModel]",
+        "test_loss_fn_of_tunix_has_the_results_of_its_default[True-5.0-0.1.8-TunixModel]",
+        "test_patch_of_tunix_computes_its_chunked_log_probabilities[False-None-1.0]",
+        "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer0-True]",
+        "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer1-False]",
+        "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer2-True]",
     ),
 }
 

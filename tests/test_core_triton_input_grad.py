@@ -123,8 +123,16 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def once_quick(cases: list[dict[str, Any]]) -> list[Any]:
+    """Returns each case with copies that are done as late and as early as possible. One of them is quick, in turn."""
+    return [
+        pytest.param(case, late, id="-".join(map(str, (*case.values(), late))), marks=mark)
+        for number, case in enumerate(cases)
+        for late, mark in ((number % 2 == 0, ()), (number % 2 == 1, pytest.mark.slow))
+    ]
+
+
+@pytest.mark.parametrize(("case", "late"), once_quick(CASES))
 def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, d, classes, transposed = case["rows"], case["d"], case["classes"], case.get("transposed", False)
     active, splits_tiles = case.get("active", rows), case.get("splits_tiles", True)
@@ -231,8 +239,7 @@ D_WEIGHT_CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("case", D_WEIGHT_CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize(("case", "late"), once_quick(D_WEIGHT_CASES))
 def test_d_weight(case: dict[str, Any], late: bool) -> None:
     rows, d, classes, first = case["rows"], case["d"], case["classes"], case["first"]
     active, dtype, capability = case.get("active", rows), case.get("dtype", torch.bfloat16), case.get("capability", 80)

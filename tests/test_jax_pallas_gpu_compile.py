@@ -369,7 +369,8 @@ def check_proxy(kept: Path, shape: Shape) -> None:
     assert len(set(found.values())) == 1, f"counts of {kinds}: {found}"
 
 
-@pytest.mark.parametrize("target", ["a100", pytest.param("rtx4090", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["a100", "rtx4090"])
 def test_pallas_triton_compiles_and_fits(target: str, tmp_path: Path) -> None:
     check(compile_all([("train", 8320, *QWEN, 0)], target, "pallas_triton", tmp_path), KERNEL_LIMITS)  # equal chunks
     check_kernels(tmp_path, "exponentials_kernel", "target_rows_kernel")

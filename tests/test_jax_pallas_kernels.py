@@ -428,7 +428,7 @@ def check(results: list[dict[str, Any]]) -> None:
 
 
 # test_jax_pallas_gpu_compile.py compiles a loss with its gradients, which has the other kernels.
-IN_NO_LOSS = ("sums", "statistics", "d_logits")
+OF_TILES = ("exponentials", "statistics", "d_logits")
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ IN_NO_LOSS = ("sums", "statistics", "d_logits")
         pytest.param("h200", FUNCTIONS, marks=SLOW, id="h200"),
         pytest.param("a100", FUNCTIONS, marks=SLOW, id="a100"),
         pytest.param("rtx4090", FUNCTIONS, marks=SLOW, id="rtx4090"),
-        pytest.param("a100", IN_NO_LOSS, id="a100 in no loss"),
+        pytest.param("a100", OF_TILES, id="a100 tiles"),
     ],
 )
 def test_kernels_compile_and_fit(target: str, functions: tuple[str, ...]) -> None:
