@@ -162,7 +162,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_zero_denominator_or_weights[options1]",
         # Every option and dtype that takes a separate path through the log-probabilities keeps a quick case.
         "test_results_stay_float32_where_jax_has_64_bits[float32-12-log_probs]",
-        # Each result, each differentiated argument and each dtype remains three times.
+        # Each result, differentiated argument and dtype remains with others.
         *(
             f"test_a_row_of_nan_whose_upstream_gradient_is_0_changes_no_gradient[{results}-{names}-{dtype}]"
             for i, results in enumerate((("loss",), ("log_prob",), ("log_prob", "entropy", "lse")))
@@ -319,13 +319,13 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_the_loss_is_never_below_zero[bfloat16-plain-none-pallas_triton]",
         # The other functions, options and dtypes of this loss remain by the kernels, and these in "chunked".
         "test_the_loss_is_never_below_zero[float32-scaled-mean-pallas_triton]",
-        # The kernels' losses of confident tokens remain with float16 and options, "chunked" with each dtype.
+        # By the kernels the gradient of a confident token remains, and in test_jax_pallas_shard_rows.py its loss.
         "test_confident_tokens_are_as_accurate_as_from_float32_logits[pallas_triton-plain]",
     ),
     # The same operators with other options run in the quick suite.
     "test_core_triton_compile.py": (
         "test_opcheck[options1-dtype0]",
-        # A mean and log-probabilities remain, and a model with each reduction of a vector or a number.
+        # A mean and log-probabilities remain, and an unreduced loss of a model.
         "test_functions_compile_without_graph_breaks[sum]",
         "test_functions_compile_without_graph_breaks[none]",
         "test_dynamic_shapes_compile_once[none]",
@@ -512,7 +512,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_d_input_takes_both_halves_and_float32_rows_of_targets[0]",
         # test_jax_pallas_token_loss.py has a token loss of a split head by the same kernels.
         "test_kernels_store_the_exponentials_of_a_split_head",
-        # No stage depends on the function.
         "test_input_is_the_default[log_probs]",
     ),
     "test_jax_pallas_float16.py": (
