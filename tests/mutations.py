@@ -1263,7 +1263,7 @@ INVARIANT = tests("core_triton_interpreted", "batch_invariant")
 INVARIANT_PLAN = tests("core_triton_batch_invariant", "order_of_sums")
 INVARIANT_CODE = tests("core_triton_batch_invariant", "machine_code")
 INVARIANT_ERRORS = tests("core_triton_batch_invariant", "refused")
-PALLAS_INVARIANT = tests("jax_pallas_batch_invariant", "among_any_rows")
+PALLAS_INVARIANT = tests("jax_pallas_shard_rows", "tokens and invariant")
 PALLAS_INVARIANT_ERRORS = tests("jax_pallas_batch_invariant", "refused")
 BATCH_INVARIANT = (
     # In core_triton: a repair writes the rows that need it only.

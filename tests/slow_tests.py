@@ -267,6 +267,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_sharp_logits_show_what_rounded_logits_cost[jax-float32-logits-rounded-gradient-rounded1]",
         # The tests of objectives run JAX's methods too.
         "test_random_targets_and_float32[jax]",
+        # The tests of objectives and of sizes run the same harness with PyTorch.
+        "test_every_mode_runs_end_to_end[torch-others0]",
     ),
     # The harness's modes also run with PyTorch.
     "test_benchmarks_host.py": ("test_host_time_of_jax",),
@@ -362,6 +364,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_gradients_for_compute_capability_8_take_either_head[90-90-True]",
         "test_pieces_for_compute_capability_8_move_16_bytes_at_a_time"
         "[90-90-{'plan': 'stats', 'softcap': 30.0, 'transposed': True}]",
+        # benchmarks.sm80_pallas.py compiles a kernel of Pallas like this, and a quick test of it checks the same.
+        "test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper",
     ),
     # The kernels get a broadcast bias like any other array. The quick suite tests one in "chunked".
     "test_jax_pallas_layouts.py": ("test_a_bias_that_is_broadcast[pallas_triton]",),

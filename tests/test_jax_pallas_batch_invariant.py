@@ -128,12 +128,13 @@ def results(function: str, rows: Sequence[int], budget: int | None = None, kept:
     return *(np.asarray(one) for one in of_rows), np.asarray(d_input)
 
 
+@SLOW  # test_jax_pallas_shard_rows.py tests a token loss of two devices in the quick suite
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("function", "budget"),
     [
         ("token_loss", FEW_ROWS),  # one program
-        *(pytest.param(name, None, marks=SLOW) for name in ("token_loss", "log_probs", "none")),
+        *((name, None) for name in ("token_loss", "log_probs", "none")),
     ],
 )
 def test_a_row_has_the_same_bits_among_any_rows(function: str, budget: int | None) -> None:
