@@ -78,13 +78,11 @@ def test_cases_are_within_their_budgets(name: str) -> None:
 
 
 EDGES = [case for case in cases() if "saved" in case.name]
-QUICK_EDGES = ("edge-saved-tight-fp16",)  # rows that do not count are among those of a quick call in bfloat16
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=() if case.name in QUICK_EDGES else pytest.mark.slow) for case in EDGES],
-)
+# Rows that do not count are among those of a quick call in bfloat16. test_jax_pallas_shard_rows.py saves rows in float16.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EDGES, ids=lambda case: case.name)
 def test_the_kernels_are_within_the_budgets_of_cases(case: Case) -> None:
     arrays = make_arrays(case)
     found = compare(case, expected(case, arrays), run_case("jax-pallas_triton", case, arrays).outputs)
