@@ -80,8 +80,8 @@ def test_cases_are_within_their_budgets(name: str) -> None:
 EDGES = [case for case in cases() if "saved" in case.name]
 
 
-# Rows that do not count are among those of a quick call in bfloat16. test_jax_pallas_shard_rows.py saves rows of float16
-# by the kernels.
+# Rows that do not count are among those of a quick call in bfloat16. test_jax_pallas_shard_rows.py saves rows of
+# float16 by the kernels.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EDGES, ids=lambda case: case.name)
 def test_the_kernels_are_within_the_budgets_of_cases(case: Case) -> None:
