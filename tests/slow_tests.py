@@ -278,7 +278,12 @@ SLOW: dict[str, tuple[str, ...]] = {
     # flax_models needs what jax_pallas needs, and more.
     "test_wheel.py": ("test_an_installed_package_is_imported_where_only_its_requirements_are[jax_pallas]",),
     # Both frameworks share the sweep, and its other tests run JAX.
-    "test_benchmarks_sweep.py": ("test_chunked_has_nothing_to_sweep[jax]",),
+    "test_benchmarks_sweep.py": (
+        "test_chunked_has_nothing_to_sweep[jax]",
+        # Both frameworks share what parses and records options and fits rows.
+        "test_a_sweep_sets_every_option_that_measuring_reads[jax]",
+        "test_rows_are_measured_and_fitted[torch]",
+    ),
     # Importing peft takes ten seconds.
     "test_flax_peft.py": (
         "test_peft_gives_the_same_outputs_gradients_and_merged_weights",
