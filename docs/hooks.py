@@ -123,8 +123,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
             raise PluginError(f"{page.file.src_uri}: not rendered: {latex}: {mathml}")
         return mathml
 
-    html = CELL.sub(lambda cell: re.sub(r"(?<=\d) / (?=[\d-])", "&nbsp;/&nbsp;", cell[0]), html)
     html = EQUATION.sub(rendered, html)
+    html = CELL.sub(lambda cell: re.sub(r"(?<=\d) / (?=[\d-])", "&nbsp;/&nbsp;", cell[0]), html)
     first = PLOT.search(html)
     if first is None:
         return html

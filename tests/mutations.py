@@ -1399,6 +1399,12 @@ FIRST_CHUNK = (
     Mutation("core_triton/plan.py", "if ampere and d_weight_kernel:", "if False:", SM80_PLANS),
     Mutation("core_triton/hopper_gradients.py", "if k < piece:", "if k <= piece:", D_INPUT_OF_PIECES),
     Mutation("core_triton/hopper_gradients.py", "(k // piece - 1) * piece_rows", "0", D_INPUT_OF_PIECES),
+    Mutation(
+        "core_triton/gluon_common.py",
+        "quarters(left, layout) + quarters(right, layout)",
+        "quarters(right, layout) + quarters(left, layout)",
+        INPUT_GRAD,
+    ),
     Mutation("core_triton/gluon_common.py", "squares += to_rows(", "squares = to_rows(", STATISTICS_OF_TILES),
     Mutation("core_triton/gluon_common.py", "logit += to_rows(", "logit = to_rows(", STATISTICS_OF_TILES),
     Mutation("jax_pallas/hopper_logits.py", "0.0, 0.0, values * exponents", "0.0, 0.0, values", ALL_STATISTICS),

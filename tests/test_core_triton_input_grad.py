@@ -120,6 +120,7 @@ CASES: list[dict[str, Any]] = [
     },
     {"rows": 20, "d": 200, "classes": 5, "multiprocessors": 1, "capability": 90, "head": torch.float32},
     {"rows": 130, "d": 136, "classes": 64, "multiprocessors": 5, "capability": 90, "head": torch.float32, "active": 0},
+    {"rows": 130, "d": 136, "classes": 65, "multiprocessors": 5, "splits_tiles": False, "smooth": True},
 ]  # fmt: skip
 
 

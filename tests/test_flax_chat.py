@@ -6,6 +6,7 @@ templates without them, and must find the same answers.
 
 import datetime
 import json
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from flax_models.data import template_process, template_worker
 from flax_models.data.chat_template import DATE, read_chat_template
 from flax_models.data.dialogue import Dialogue, Turn
 from flax_models.data.vocabulary import Vocabulary, read_hub_vocabulary
@@ -296,7 +298,7 @@ def test_template_whose_last_answer_cannot_be_located_raises(folder, tmp_path):
             TALK,
             r"a\.jsonl:1: the chat template of .*json needs more than 100 MiB of memory$",
         ),
-        pytest.param(  # it takes these two seconds
+        pytest.param(  # it takes these two seconds, and the next test checks both ends
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             TALK,
             r"a\.jsonl:1: the chat template of .*json needs more than 2 s of CPU time$",
@@ -309,6 +311,23 @@ def test_template_errors_name_the_record(folder, tmp_path, template, turns, mess
     with pytest.raises(RunError, match=message) as caught:
         learned(vocabulary, *turns)
     assert "\n" not in str(caught.value)
+
+
+def test_a_process_that_takes_too_much_time_is_named(monkeypatch, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGXCPU)\n")
+    monkeypatch.setattr(template_worker, "PROGRAM", program)
+    with pytest.raises(template_worker.TemplateFault, match=r"^needs more than 2 s of CPU time$"):
+        template_worker.TemplateWorker().literals("", DATE)
+
+    limits = {}
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.update({kind: limit}))
+    monkeypatch.setattr("sys.stdin", ["{}"])
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    template_process.main()
+    seconds, hard = limits[resource.RLIMIT_CPU]
+    assert 2 < seconds - (used.ru_utime + used.ru_stime) < 4
+    assert hard == resource.RLIM_INFINITY
 
 
 def test_contents_with_control_tokens_raise(folder, tmp_path):

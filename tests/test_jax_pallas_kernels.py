@@ -427,21 +427,9 @@ def check(results: list[dict[str, Any]]) -> None:
         assert result["temporaries"] <= 4 * 4 * n * blocks + 2**20, f"{result}: temporaries exceed the tiles' sums"
 
 
-# test_jax_pallas_gpu_compile.py compiles a loss with its gradients, which has the other kernels.
-OF_TILES = ("exponentials", "statistics", "d_logits")
-
-
-@pytest.mark.parametrize(
-    ("target", "functions"),
-    [
-        pytest.param("h200", FUNCTIONS, marks=SLOW, id="h200"),
-        pytest.param("a100", FUNCTIONS, marks=SLOW, id="a100"),
-        pytest.param("rtx4090", FUNCTIONS, marks=SLOW, id="rtx4090"),
-        pytest.param("a100", OF_TILES, id="a100 tiles"),
-    ],
-)
-def test_kernels_compile_and_fit(target: str, functions: tuple[str, ...]) -> None:
-    check(compile_all(target, [{"shape": "llama", "dtype": "bfloat16", "functions": functions}]))
+@pytest.mark.parametrize("target", [pytest.param("h200", marks=SLOW), "a100", pytest.param("rtx4090", marks=SLOW)])
+def test_kernels_compile_and_fit(target: str) -> None:
+    check(compile_all(target, [{"shape": "llama", "dtype": "bfloat16", "functions": FUNCTIONS}]))
 
 
 @SLOW

@@ -281,7 +281,7 @@ SLOW = (
     "mean, unchecked",
     "mean, plain jit",
     "replicated, kernels",
-    # Calls with token_axis_names run the kernels: test_jax_pallas_scale.py.
+    # Calls on arrays that are divided run the kernels: test_jax_pallas_sharded.py.
     "kernels",
     "token loss, none",
     # A loss of the entropies closes over the same scalar.
