@@ -1405,6 +1405,12 @@ FIRST_CHUNK = (
         "quarters(right, layout) + quarters(left, layout)",
         INPUT_GRAD,
     ),
+    Mutation(
+        "core_triton/kernels.py",
+        '"arch": plan.arch} if plan.arch',
+        '"arch": plan.arch} if False',
+        tests("core_triton_kernels", "compiled_for_it_on_hopper"),
+    ),
     Mutation("core_triton/gluon_common.py", "squares += to_rows(", "squares = to_rows(", STATISTICS_OF_TILES),
     Mutation("core_triton/gluon_common.py", "logit += to_rows(", "logit = to_rows(", STATISTICS_OF_TILES),
     Mutation("jax_pallas/hopper_logits.py", "0.0, 0.0, values * exponents", "0.0, 0.0, values", ALL_STATISTICS),

@@ -368,7 +368,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_gradients_for_compute_capability_8_take_either_head[90-90-True]",
         "test_pieces_for_compute_capability_8_move_16_bytes_at_a_time"
         "[90-90-{'plan': 'stats', 'softcap': 30.0, 'transposed': True}]",
-        # benchmarks.sm80_pallas.py compiles a kernel of Pallas like this, and a quick test of it checks the same.
+        # A quick test checks that these kernels are compiled for compute capability 8.0.
         "test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper",
     ),
     # The kernels get a broadcast bias like any other array. The quick suite tests one in "chunked".

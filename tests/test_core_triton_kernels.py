@@ -411,6 +411,16 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
         assert_pipelined(launch, arch)
 
 
+def test_kernels_for_compute_capability_8_are_compiled_for_it_on_hopper() -> None:
+    """Otherwise Triton compiles their matmuls to wgmma. The next test, which is slow, reads the instructions."""
+    call = Call("train", "llama3-8b", implementation="triton_sm80")
+    launched = {launch for launch in launches_of(90, call.run) if multiplies(launch)}
+    assert {launch.kernel.__name__ for launch in launched} == {
+        *("exponentials_kernel", "repair_kernel", "d_weight_kernel", "d_input_kernel")
+    }
+    assert all(("arch", "sm80") in launch.options for launch in launched)
+
+
 def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() -> None:
     call = Call("train", "llama3-8b", implementation="triton_sm80")
     names = ("exponentials_kernel", "d_weight_kernel", "d_input_kernel")
