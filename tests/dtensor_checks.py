@@ -131,7 +131,7 @@ def distributed(
 
 
 def check_placements(rank: int, ranks: int, *, every: bool = False) -> None:
-    """Every placement gives the loss and the gradients of one process, with one function or with `every` one."""
+    """Every placement gives the loss and the gradients of one process, with one function, or with `every` all."""
     arrays, one = drawn(), mesh_of(ranks)
     meshes = [(one, *placements) for placements in ONE]
     if ranks > 2:

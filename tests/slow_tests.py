@@ -1,7 +1,7 @@
-"""Tests that only `make test-slow` runs. A quicker test in `make test` covers the same code.
+"""Tests that only `make test-slow` runs. A quicker test in `make test` covers the same code, or most of it.
 
 `SLOW` maps each file to names of tests, or of single cases with their parameters. conftest.py marks them `slow`, and
-raises an error for a name that does not exist in the file. Tests that are marked in their own file take even longer.
+raises an error for a name that does not exist in the file. Other tests are marked in their own file.
 """
 
 import re

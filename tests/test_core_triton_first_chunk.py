@@ -145,7 +145,7 @@ def test_each_tile_of_logits_goes_to_its_piece(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_all_statistics_of_tiles_of_capped_logits(capability: int, dtype: torch.dtype) -> None:
-    """A thread keeps the statistics of other rows than those whose logits it computes for compute capability 8.x."""
+    """For compute capability 8.x these have another layout than rows of logits, which NumPy does not show."""
     generator = torch.Generator().manual_seed(0)
     problem = problem_of(N, D, V, "cpu", 2**28, dtype=dtype, capability=capability)
     plan = replace(ops.plan_of(problem), programs=2)
