@@ -73,8 +73,9 @@ def exponentials_kernel(
     by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     switches: gl.constexpr = Switches(HAS_BIAS, HAS_SOFTCAP)
     head, sizes = Head(bias_ptr, scale, softcap), Sizes(classes)
-    # A thread has eight rows of the matmul's layout. With many statistics their numbers would spill up to 392 bytes of
-    # registers, so a thread then has those of one row. The targets and references are read again in each quarter.
+    # A thread has eight rows of the matmul's layout. With more statistics than the largest logit, or than the entropy
+    # without a softcap, their numbers would spill up to 392 bytes of registers, so a thread then has those of one row.
+    # The targets and references are read again in each quarter.
     CROWDED: gl.constexpr = (STATISTICS & ~(MAX | SHIFTS)) != 0 and (HAS_SOFTCAP or (STATISTICS & ~SHIFTS) != ENTROPY)
     by_row: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0]) if CROWDED else gl.SliceLayout(1, MMA)
     row_ids = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))

@@ -239,7 +239,8 @@ def exponentials_warpgroup(ring, e_desc, others, buffers, io, head, sizes, tilin
     row_blocks, class_blocks = gl.cdiv(sizes.active, 2 * HALF), gl.cdiv(sizes.classes, tiling.block_v)
     # Whether the epilogue leaves registers for loads before the rest of the matmul, and for the branch of `masked`.
     ROOMY: gl.constexpr = not switches.has_softcap and (switches.statistics & ~SHIFTS) == 0
-    # With a softcap and more than one statistic, quarters that the compiler rounds after the last would spill 88 bytes.
+    # With a softcap and more than one statistic, the compiler would round three quarters after the last one, and their
+    # float32 values would spill 88 bytes of registers.
     CROWDED: gl.constexpr = switches.has_softcap and (switches.statistics & (switches.statistics - 1)) != 0
     stage = 0
     phase = 0

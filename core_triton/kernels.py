@@ -105,8 +105,8 @@ def _blocks(problem: Problem, *, repair: bool = False, splits: bool = False, cro
     With `repair` tiles have half the rows, because they are halves of the tiles of the sm_90 kernels. A program may
     then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor. With `splits` it
     reads a float32 head, whose tiles take twice the memory and whose parts take more registers. A kernel is `crowded`
-    if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps, and room
-    for four stages.
+    if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps. As a
+    multiprocessor runs one such program only, there is memory for four stages, which `statistics` uses.
     """
     plan = plan_of(problem)
     tile = plan.tile
@@ -323,7 +323,7 @@ def store_statistics(
 ):  # fmt: skip
     """Writes the `linear_ce.statistics` of a tile's rows, one after the other, each `rows` elements after the one
     before: (25), (43). `at` is where the first goes. The class of the largest logit is its column in the tile."""
-    # In this order no register of a repair on Hopper spills.
+    # In this order no register of a repair on Hopper spills with Triton 3.6.
     if ENTROPY & STATISTICS:
         terms = tl.where(exponentials == 0, 0.0, exponentials * (logits * LOG2_E - ref_exponent[:, None]))
         tl.store(at + planes((ENTROPY - 1) & STATISTICS) * rows, tl.sum(terms, 1), mask=inside)
@@ -609,7 +609,7 @@ def repair(
     by_row: bool,
 ) -> None:
     """Launches `repair_kernel`. w is a vocabulary chunk of the head in x's dtype, or of one that is split. With by_row
-    it has the same warps whatever else it computes: `statistics`."""
+    its number of warps does not depend on `statistics`, so that the sums of a row have the same bits."""
     first, others, *place = e
     pointers = target, ref_exponent, top, flag, ticket, sums, of_logits, target_logit, *place
     stores = first is not None
