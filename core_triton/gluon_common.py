@@ -73,7 +73,7 @@ def quarters(tile, layout: gl.constexpr):
 def eighths(tile, layout: gl.constexpr):
     """As `quarters`, eight parts."""
     left, right = halves(tile)
-    return quarters(left, layout) + quarters(right, layout)
+    return quarters(left, layout) + quarters(right, layout)  # pyright: ignore[reportCallIssue]
 
 
 class Statistics(NamedTuple):
@@ -113,7 +113,7 @@ def add_logits(found, logits, logit_sum, columns, column, STATISTICS: gl.constex
             argmax = gl.where(above, to_rows(gl.min(here, 1).to(gl.float32), found), argmax)
         top = gl.maximum(top, to_rows(of_quarter, found))
     if LOGIT_SUM & STATISTICS:
-        logit += to_rows(logit_sum, found)
+        logit += to_rows(logit_sum, found)  # pyright: ignore[reportCallIssue]
     return Statistics(top, argmax, found.exp_log, logit, found.squares, found.shifts)
 
 
