@@ -7,7 +7,9 @@ It determines speed and memory. It changes results only by rounding.
 from dataclasses import replace
 from typing import Any
 
-from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
+from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, choose_whole_rows
+
+GEMM_WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes for a GEMM, at most
 
 
 def workspace_model(
@@ -102,3 +104,28 @@ def choose_chunked(
         few = itemsize == 4 or saves
         return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=few)
     return choose_chunks(recomputing, tokens, classes, budget)
+
+
+def choose_stored(
+    *, tokens: int, hidden: int, classes: int, stores: bool, saves: bool, d_input: bool, budget: int
+) -> ChunkConfig | None:
+    """Returns the chunks of a float32 call on a GPU, whose logits XLA stores for all classes; None if the budget holds
+    too few rows.
+
+    XLA then reads the head where it is, adds to d_weight where it is, and replaces the logits by d_logits where they
+    are. With vocabulary chunks it copies a chunk of the head for each matmul and adds to d_weight in another pass.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K.
+        stores: plan A: the logits of a chunk stay until its gradients are done.
+        saves: d_logits are saved for the backward pass.
+        d_input: d_input is computed.
+        budget: bytes.
+    """
+    # The rows with zeros in the ignored ones; d_input before it is in its place, in two parts at most.
+    per_row = 4 * hidden * (1 + 2 * d_input) + 128 + 4 * classes * (1 + saves)
+    model = WorkspaceModel(64 * tokens + 8 * classes + 4096 + GEMM_WORKSPACE, per_row, 0, 0)
+    chunks = choose_whole_rows(model, tokens, classes, budget, overlaps=True)
+    return None if chunks is None else replace(chunks, keeps_logits=stores)

@@ -674,7 +674,7 @@ def plan_for(
 
 def tiles_of(plan: ExecutionPlan) -> chunked.Tiles:
     """Returns the functions that compute the tiles of a plan of `chunked`. Pallas is imported only for its kernels."""
-    if plan.path == "chunked":
+    if not plan.has_kernels:
         return chunked.XLA_TILES
     from jax_pallas.recompute import KERNEL_TILES
 

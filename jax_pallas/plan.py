@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from jax_pallas import launch, tile_config
-from jax_pallas.chunk_config import choose_chunked
+from jax_pallas.chunk_config import choose_chunked, choose_stored
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
@@ -25,7 +25,7 @@ from linear_ce.chunking import (
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
-Path = Literal["scaled_exp", "recompute", "chunked"]
+Path = Literal["scaled_exp", "recompute", "stored_logits", "chunked"]
 
 Stage = Literal[
     "loss_and_gradients",
@@ -79,7 +79,8 @@ class ExecutionPlan:
     Args:
         implementation: "mosaic", "pallas_triton" or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
-            logits for the gradients: 4 matmuls. "chunked" uses XLA operators only.
+            logits for the gradients: 4 matmuls. "stored_logits" and "chunked" use XLA operators only. The first is for
+            float32 on a GPU: the logits of a chunk are one matmul, and stay in memory until its gradients are done.
         chunks: the rows of a chunk, and what depends on them.
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         tokens: N.
@@ -141,6 +142,11 @@ class ExecutionPlan:
         return self.chunks
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether kernels of this package run, or XLA operators only."""
+        return self.path in ("scaled_exp", "recompute")
+
+    @property
     def keeps_logits(self) -> bool:
         """Whether the logits of a chunk, or their exponentials, stay in memory until its gradients are computed."""
         return self.path == "scaled_exp" or self.chunk_config.keeps_logits
@@ -152,9 +158,9 @@ class ExecutionPlan:
     def __str__(self) -> str:
         others = self.others
         family = None
-        if self.path != "chunked":
+        if self.has_kernels:
             family = "Hopper's, in Mosaic" if self.hopper else "Pallas' Triton backend's"
-        ours = {"logits": self.path != "chunked", "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
+        ours = {"logits": self.has_kernels, "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
         return describe_plan(
             path=self.path,
             kernels=family,
@@ -267,7 +273,7 @@ def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
     """
     x, w = key.input, key.linear_weight
     (hidden, vocab), mosaic = (x.shape[1], w.shape[key.vocab_axis]), key.implementation == "mosaic"
-    if plan.path == "chunked":
+    if not plan.has_kernels:
         return "needs the kernels, got implementation 'chunked'"
     if key.stage == "gradients":
         return "has no gradients of entropy and lse: their matmuls are XLA's. Differentiate log_prob only"
@@ -472,6 +478,9 @@ def _of_call(key: PlanKey) -> dict[str, Any]:
 def _chunked_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call without kernels."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    stored = _stored_chunks(key)
+    if stored is not None:
+        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, **_of_call(key))
     chunks = choose_chunked(
         tokens=tokens,
         hidden=hidden,
@@ -490,6 +499,26 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
         budget=key.memory_budget,
     )
     return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
+
+
+def _stored_chunks(key: PlanKey) -> ChunkConfig | None:
+    """Returns the chunks of a float32 call on a GPU whose logits are stored for all classes; None for other calls.
+
+    XLA would copy a head with padding: a matmul takes no part of an array.
+    """
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    padded = key.pads_shards or w.shape[key.vocab_axis] != key.classes
+    if key.device.type != "cuda" or not x.dtype == w.dtype == "float32" or padded:
+        return None
+    return choose_stored(
+        tokens=tokens,
+        hidden=hidden,
+        classes=key.classes,
+        stores=key.stage in ("loss_and_gradients", "saved_rows"),
+        saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
+        d_input=key.d_input,
+        budget=key.memory_budget,
+    )
 
 
 def why_unsaved(

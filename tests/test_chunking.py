@@ -297,9 +297,9 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
 
 
 @st.composite
-def stored(draw: st.DrawFn) -> dict[str, Any]:
+def stored(draw: st.DrawFn, chunked: ModuleType) -> dict[str, Any]:
     """Draws the arguments of `choose_stored` except the budget."""
-    choose = core_triton.chunk_config.choose_stored
+    choose = chunked.choose_stored
     sizes = {"tokens": (0, 70000), "hidden": (1, 8192), "classes": (1, 260000)}
     return {flag: draw(st.booleans()) for flag in flags(choose)} | {
         name: draw(st.integers(*bounds)) for name, bounds in sizes.items()
@@ -307,7 +307,7 @@ def stored(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=200)
-@given(stored(), *MORE)
+@given(stored(core_triton.chunk_config), *MORE)
 def test_stored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
     budget = refusal(core_triton.chunk_config.choose_stored, options) + times * more
     config = core_triton.chunk_config.choose_stored(**options, budget=budget)
@@ -322,6 +322,42 @@ def test_stored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: 
     rows = options["second"] + options["copies_rows"] + options["d_input"]
     copies = hidden * (rows * config.rows + options["copies_head"] * config.vocab_chunk)
     assert 4 * (config.rows * columns + copies) <= config.bytes <= budget
+
+
+@settings(max_examples=200)
+@given(stored(jax_pallas.chunk_config), st.integers(0, 2**33))
+def test_stored_chunks_of_jax_have_all_classes_and_fit(options: dict[str, Any], budget: int) -> None:
+    config = jax_pallas.chunk_config.choose_stored(**options, budget=budget)
+    tokens, classes = max(options["tokens"], 1), options["classes"]
+    logits = 4 * classes * (1 + options["saves"])
+    if config is None:
+        per_row = logits + 4 * options["hidden"] * (1 + 2 * options["d_input"]) + 128
+        fixed = jax_pallas.chunk_config.GEMM_WORKSPACE + 64 * tokens + 8 * classes + 4096
+        assert fixed + min(tokens, chunking.LEAST_FLOAT32_ROWS) * per_row > budget
+        return
+    assert (config.vocab_chunk, config.keeps_logits) == (classes, options["stores"])
+    assert config.rows == tokens or config.rows % chunking.FLOAT32_TILE_ROWS == 0
+    assert config.rows * logits < config.bytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "overlaps", "rows"),
+    [
+        (8192, 8192, True, 8192),  # one chunk
+        (8192, 1100, True, 1024),  # 8 chunks
+        (8192, 900, True, 512),  # 10 of 896 rows compute 768 of them twice, 16 of 512 none
+        (8192, 900, False, 896),  # 9, and one of 128 rows
+        (8192, 400, True, 256),
+        (8192, 128, True, 128),
+        (8192, 127, True, None),
+        (100, 127, True, 100),
+        (100, 99, True, None),
+    ],
+)
+def test_rows_of_whole_float32_logits(tokens: int, most: int, overlaps: bool, rows: int | None) -> None:
+    model = chunking.WorkspaceModel(1000, 40, 0, 0)
+    config = chunking.choose_whole_rows(model, tokens, 10, 1000 + 40 * most, overlaps=overlaps)
+    assert (None if config is None else config.rows) == rows
 
 
 @settings(max_examples=200)

@@ -158,7 +158,6 @@ ONE_FRAMEWORK_ONLY = {
     # PyTorch keeps what it checked; a traced call of JAX is checked once, and its devices are in devices.py. JAX checks
     # arrays of global shape too.
     "arguments.py": {"spec_of", "decide", "Decision", "Groups", "of_vocab_group", "check_are_arrays"},
-    "chunk_config.py": {"choose_stored"},  # XLA fuses the passes over stored logits, so JAX needs no kernels for them
     "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp

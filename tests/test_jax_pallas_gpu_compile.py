@@ -37,6 +37,7 @@ MORE = [
     *((mode, 8192, *shape, axis) for mode in ("train", "none", "eval") for shape in (QWEN, GEMMA) for axis in (0, 1)),
     *((mode, n, *LLAMA, 0) for mode in ("none", "eval") for n in (1, 1000, 65536)),
     ("train", 8192, 768, 50257, 0),
+    *(("float32", 8192, *shape, axis) for shape in (LLAMA, QWEN, GEMMA) for axis in (0, 1)),
 ]
 
 
@@ -146,7 +147,7 @@ def check_kernels(kept: Path, *names: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-LIMITS: dict[str, int] = dict.fromkeys(("train", "none", "eval"), DEFAULT_MEMORY_BUDGET)
+LIMITS: dict[str, int] = dict.fromkeys(("train", "float32", "none", "eval"), DEFAULT_MEMORY_BUDGET)
 
 
 def check(results: list[dict[str, Any]], limits: dict[str, int] = LIMITS) -> None:

@@ -1,14 +1,19 @@
 """Compares jax_pallas with the float64 reference: the cases of the table (the quick suite runs a part, because each
 case compiles a program), and float16 sizes that could underflow."""
 
+from typing import Any
+
 import pytest
 from assertions import check, check_many_logits
 from quick_cases import quick_names, quick_parameters
 
+from jax_pallas import plan
+from jax_pallas.launch import DeviceInfo
+from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
-from parity.cases import Case
+from parity.cases import Case, cases
 from parity.expected import expected
 from parity.tolerances import error
 
@@ -18,6 +23,27 @@ pytestmark = pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("case", quick_parameters(quick_names("jax-chunked")))
 def test_case(case: Case) -> None:
     check("jax-chunked", case)
+
+
+FLOAT32 = [case for case in cases() if case.dtype == "float32" and not case.head_dtype]
+QUICK_FLOAT32 = frozenset(case.name for case in FLOAT32 if case.name in quick_names("jax-chunked"))
+
+
+@pytest.mark.parametrize("case", [each for each in quick_parameters(QUICK_FLOAT32) if each.values[0] in FLOAT32])
+def test_stored_logits_of_all_classes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, what float32 calls run on a GPU: chunks of all classes, here three of them."""
+
+    def in_three_chunks(*, tokens: int, classes: int, stores: bool, **_: Any) -> ChunkConfig:
+        return ChunkConfig(-(-max(tokens, 1) // 3), classes, float32_sum=False, keeps_logits=stores)
+
+    chosen, gpu = plan._stored_chunks, DeviceInfo("cuda", 90, 132, "h200")
+    monkeypatch.setattr(plan, "choose_stored", in_three_chunks)
+    monkeypatch.setattr(plan, "_stored_chunks", lambda key: chosen(key._replace(device=gpu)))
+    plan.make_plan.cache_clear()
+    try:
+        check("jax-chunked", case)
+    finally:
+        plan.make_plan.cache_clear()
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 65536.0])

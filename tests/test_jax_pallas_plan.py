@@ -210,6 +210,43 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
             plan(stage=stage, implementation=name, memory_budget=2**10)
 
 
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({}, "stored_logits"),
+        ({"stage": "losses"}, "stored_logits"),
+        ({"stage": "gradients"}, "stored_logits"),
+        ({"stage": "saved_rows"}, "stored_logits"),
+        ({"vocab_axis": 1}, "stored_logits"),
+        ({"grad_into": True}, "stored_logits"),
+        ({"shards": 2}, "stored_logits"),
+        ({"shards": 2, "pads_shards": True}, "chunked"),
+        ({"classes": 151900}, "chunked"),  # XLA would copy the head
+        ({"memory_budget": 2**26}, "chunked"),  # logits of fewer than 128 rows
+        ({"dtype": "bfloat16"}, "chunked"),
+        ({"dtype": "bfloat16", "head": "float32"}, "chunked"),
+        ({"device": DeviceInfo("cpu", 0, 0, "h100")}, "chunked"),
+    ],
+)
+def test_float32_logits_of_all_classes_are_stored_on_a_gpu(options: dict[str, Any], path: str) -> None:
+    given: dict[str, Any] = {"dtype": "float32", "implementation": "chunked"} | options
+    found = plan(**given)
+    assert found.path == path
+    if path == "stored_logits":
+        assert found.chunk_config.vocab_chunk == 151936
+        assert found.chunk_config.keeps_logits == (
+            found.matmuls[-1] != "logits" and options.get("stage") != "gradients"
+        )
+
+
+def test_explain_says_that_float32_logits_are_stored() -> None:
+    x, w = (jax.ShapeDtypeStruct((rows, 896), jnp.float32) for rows in (8192, 151936))
+    text = str(explain(x, w, device="h200"))  # pyright: ignore[reportArgumentType]
+    assert "path: stored_logits: a library computes float32 logits, one chunk of rows at a time" in text
+    assert "chunks: 16 of up to 512 rows" in text
+    assert "matmuls: logits, d_input, d_weight by XLA" in text
+
+
 def test_the_budget_that_an_error_names_is_enough() -> None:
     """XLA computes d_weight of float16 a few classes at a time, and more of them in a larger budget."""
     options: dict[str, Any] = {"dtype": "float16", "implementation": "pallas_triton", "device": AMPERE}
@@ -255,7 +292,7 @@ def test_explain_prints_the_plan() -> None:
         (jnp.bfloat16, {"device": "h100"}, "recompute", 4),
         (jnp.bfloat16, {"device": "a100"}, "recompute", 4),
         (jnp.float16, {"device": "h100"}, "recompute", 4),
-        (jnp.float32, {"device": "h100"}, "chunked", 3),
+        (jnp.float32, {"device": "h100"}, "stored_logits", 3),
         (jnp.bfloat16, {}, "chunked", 3),
     ],
 )
