@@ -107,7 +107,7 @@ def choose_chunked(
 
 
 def choose_stored(
-    *, tokens: int, hidden: int, classes: int, stores: bool, saves: bool, d_input: bool, budget: int
+    *, tokens: int, hidden: int, classes: int, stores: bool, d_input: bool, budget: int
 ) -> ChunkConfig | None:
     """Returns the chunks of a float32 call on a GPU, whose logits XLA stores for all classes; None if the budget holds
     too few rows.
@@ -120,12 +120,11 @@ def choose_stored(
         hidden: D.
         classes: K.
         stores: plan A: the logits of a chunk stay until its gradients are done.
-        saves: d_logits are saved for the backward pass.
         d_input: d_input is computed.
         budget: bytes.
     """
     # The rows with zeros in the ignored ones; d_input before it is in its place, in two parts at most.
-    per_row = 4 * hidden * (1 + 2 * d_input) + 128 + 4 * classes * (1 + saves)
+    per_row = 4 * hidden * (1 + 2 * d_input) + 128 + 4 * classes
     model = WorkspaceModel(64 * tokens + 8 * classes + 4096 + GEMM_WORKSPACE, per_row, 0, 0)
     chunks = choose_whole_rows(model, tokens, classes, budget, overlaps=True)
     return None if chunks is None else replace(chunks, keeps_logits=stores)

@@ -674,8 +674,12 @@ def plan_for(
 
 def tiles_of(plan: ExecutionPlan) -> chunked.Tiles:
     """Returns the functions that compute the tiles of a plan of `chunked`. Pallas is imported only for its kernels."""
-    if not plan.has_kernels:
+    if plan.path == "chunked":
         return chunked.XLA_TILES
+    if plan.path == "stored_logits":
+        from jax_pallas.stored_logits import STORED_TILES
+
+        return STORED_TILES
     from jax_pallas.recompute import KERNEL_TILES
 
     return KERNEL_TILES

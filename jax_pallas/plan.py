@@ -515,7 +515,6 @@ def _stored_chunks(key: PlanKey) -> ChunkConfig | None:
         hidden=hidden,
         classes=key.classes,
         stores=key.stage in ("loss_and_gradients", "saved_rows"),
-        saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
         d_input=key.d_input,
         budget=key.memory_budget,
     )

@@ -884,7 +884,7 @@ SCALE = (
     Mutation("jax_pallas/gathering.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
     Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
     Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
-    Mutation("jax_pallas/problem.py", 'if plan.path != "chunked" or ', "if ", JAX_SCALE),
+    Mutation("jax_pallas/problem.py", "if plan.has_kernels or ", "if ", JAX_SCALE),
     Mutation("jax_pallas/primitives.py", "    return context.num_devices\n", "    return 1\n", JAX_SCALE),
     Mutation("jax_pallas/primitives.py", " if name not in context.manual_axes)", ")", JAX_SCALE),
 )
@@ -908,6 +908,30 @@ STORED_LOGITS = (
         "LEAST_FLOAT32_ROWS if float32 else tokens",
         "LEAST_FLOAT32_ROWS",
         tests("chunking", "kept"),
+    ),
+    Mutation(
+        "linear_ce/chunking.py",
+        "computed = chunks * rows if overlaps",
+        "computed = chunks * rows if not overlaps",
+        tests("chunking", "whole_float32"),
+    ),
+    Mutation(
+        "jax_pallas/stored_logits.py",
+        "if part.fresh is not None:",
+        "if part.fresh is None:",
+        tests("jax_pallas_numeric", "stored"),
+    ),
+    Mutation(
+        "jax_pallas/plan.py",
+        "padded = key.pads_shards or w.shape[key.vocab_axis] != key.classes",
+        "padded = key.pads_shards",
+        tests("jax_pallas_plan", "stored"),
+    ),
+    Mutation(
+        "jax_pallas/ops.py",
+        "return STORED_TILES",
+        "return STORED_TILES._replace(partial=chunked.XLA_TILES.d_logits)",
+        tests("jax_pallas_numeric", "stored"),
     ),
 )
 SMOOTHING = (

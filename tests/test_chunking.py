@@ -329,7 +329,7 @@ def test_stored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: 
 def test_stored_chunks_of_jax_have_all_classes_and_fit(options: dict[str, Any], budget: int) -> None:
     config = jax_pallas.chunk_config.choose_stored(**options, budget=budget)
     tokens, classes = max(options["tokens"], 1), options["classes"]
-    logits = 4 * classes * (1 + options["saves"])
+    logits = 4 * classes
     if config is None:
         per_row = logits + 4 * options["hidden"] * (1 + 2 * options["d_input"]) + 128
         fixed = jax_pallas.chunk_config.GEMM_WORKSPACE + 64 * tokens + 8 * classes + 4096

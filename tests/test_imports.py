@@ -158,7 +158,8 @@ ONE_FRAMEWORK_ONLY = {
     # PyTorch keeps what it checked; a traced call of JAX is checked once, and its devices are in devices.py. JAX checks
     # arrays of global shape too.
     "arguments.py": {"spec_of", "decide", "Decision", "Groups", "of_vocab_group", "check_are_arrays"},
-    "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
+    # In PyTorch, plan A takes the token loss as an argument, and kernels finish stored logits.
+    "chunked.py": {"ChunkRows", "token_loss_and_gradients", "finished_logits"},
     "ops.py": {
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
         "loss",  # in JAX, each operator has its rule
@@ -247,6 +248,7 @@ ONE_FRAMEWORK_ONLY = {
         ),
         "first_class",
     },
+    "stored_logits.py": {"read_logits", "statistics_kernel", "d_logits_kernel"},  # XLA fuses the passes
     "smoothing.py": {"smooth_rows_kernel", "add_outer_kernel"},  # XLA fuses what they do
     # PyTorch differentiates the function with autograd, JAX its trace.
     "token_hook.py": {
