@@ -478,9 +478,6 @@ def _of_call(key: PlanKey) -> dict[str, Any]:
 def _chunked_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call without kernels."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    stored = _stored_chunks(key)
-    if stored is not None:
-        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, **_of_call(key))
     chunks = choose_chunked(
         tokens=tokens,
         hidden=hidden,
@@ -498,6 +495,11 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
         splits_head=key.splits_head,
         budget=key.memory_budget,
     )
+    # A call in one tile has no loops, so XLA can divide it among devices (`problem.is_one_chunk`).
+    one_tile = chunks.rows >= tokens and chunks.vocab_chunk >= key.classes
+    stored = None if one_tile else _stored_chunks(key)
+    if stored is not None:
+        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, **_of_call(key))
     return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
 
 

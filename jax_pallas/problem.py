@@ -142,7 +142,7 @@ def plan_of(problem: Problem) -> ExecutionPlan:
 def is_one_chunk(problem: Problem) -> bool:
     """Whether the call has no kernels and no loops, so that XLA can divide it among devices."""
     plan = plan_of(problem)
-    if plan.has_kernels or is_symbolic(problem.tokens):
+    if plan.path != "chunked" or is_symbolic(problem.tokens):
         return False
     chunks, classes = plan.chunk_config, problem.local_classes
     return chunks.rows >= problem.tokens and min(chunks.vocab_chunk, chunks.first_vocab_chunk) >= classes

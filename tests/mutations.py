@@ -884,7 +884,7 @@ SCALE = (
     Mutation("jax_pallas/gathering.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
     Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
     Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
-    Mutation("jax_pallas/problem.py", "if plan.has_kernels or ", "if ", JAX_SCALE),
+    Mutation("jax_pallas/problem.py", 'if plan.path != "chunked" or ', "if ", JAX_SCALE),
     Mutation("jax_pallas/primitives.py", "    return context.num_devices\n", "    return 1\n", JAX_SCALE),
     Mutation("jax_pallas/primitives.py", " if name not in context.manual_axes)", ")", JAX_SCALE),
 )
@@ -927,6 +927,7 @@ STORED_LOGITS = (
         "padded = key.pads_shards",
         tests("jax_pallas_plan", "stored"),
     ),
+    Mutation("jax_pallas/plan.py", "stored = None if one_tile else", "stored =", tests("jax_pallas_plan", "stored")),
     Mutation(
         "jax_pallas/ops.py",
         "return STORED_TILES",

@@ -1,6 +1,7 @@
 """Compares jax_pallas with the float64 reference: the cases of the table (the quick suite runs a part, because each
 case compiles a program), and float16 sizes that could underflow."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,12 @@ def test_stored_logits_of_all_classes(case: Case, monkeypatch: pytest.MonkeyPatc
     def in_three_chunks(*, tokens: int, classes: int, stores: bool, **_: Any) -> ChunkConfig:
         return ChunkConfig(-(-max(tokens, 1) // 3), classes, float32_sum=False, keeps_logits=stores)
 
-    chosen, gpu = plan._stored_chunks, DeviceInfo("cuda", 90, 132, "h200")
+    def in_tiles(**options: Any) -> ChunkConfig:
+        """A call in one tile would not be stored."""
+        return replace(tiles(**options), rows=-(-max(options["tokens"], 1) // 3))
+
+    tiles, chosen, gpu = plan.choose_chunked, plan._stored_chunks, DeviceInfo("cuda", 90, 132, "h200")
+    monkeypatch.setattr(plan, "choose_chunked", in_tiles)
     monkeypatch.setattr(plan, "choose_stored", in_three_chunks)
     monkeypatch.setattr(plan, "_stored_chunks", lambda key: chosen(key._replace(device=gpu)))
     plan.make_plan.cache_clear()

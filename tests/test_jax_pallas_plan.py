@@ -223,6 +223,7 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
         ({"shards": 2, "pads_shards": True}, "chunked"),
         ({"classes": 151900}, "chunked"),  # XLA would copy the head
         ({"memory_budget": 2**26}, "chunked"),  # logits of fewer than 128 rows
+        ({"n": 32, "memory_budget": 2**31}, "chunked"),  # one tile
         ({"dtype": "bfloat16"}, "chunked"),
         ({"dtype": "bfloat16", "head": "float32"}, "chunked"),
         ({"device": DeviceInfo("cpu", 0, 0, "h100")}, "chunked"),
@@ -292,7 +293,7 @@ def test_explain_prints_the_plan() -> None:
         (jnp.bfloat16, {"device": "h100"}, "recompute", 4),
         (jnp.bfloat16, {"device": "a100"}, "recompute", 4),
         (jnp.float16, {"device": "h100"}, "recompute", 4),
-        (jnp.float32, {"device": "h100"}, "stored_logits", 3),
+        (jnp.float32, {"device": "h100"}, "chunked", 3),
         (jnp.bfloat16, {}, "chunked", 3),
     ],
 )
