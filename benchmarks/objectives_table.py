@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.page_tables import Place
-from benchmarks.results import ROOT, shown
+from benchmarks.results import ROOT
 
 GPUS = {"h200": "H200", "h100": "H100"}  # the folders of results, in the order of a cell
 FILES = ("torch-objectives.json", "jax-objectives.json")
@@ -20,8 +20,15 @@ HEADS = {
     "gemma2-2b": "Gemma 2 2B",
     "qwen3-8b": "Qwen3 8B",
 }
-OURS = ("triton", "mosaic")
-PEERS = {"trl": "trl", "verl": "verl", "torch.compile": "torch.compile", "eager": "eager", "liger-grpo": "Liger"}
+# With float32, jax_pallas runs "chunked". The files have no rows of core_triton's "chunked".
+OURS = {"triton": "core_triton", "mosaic": "jax_pallas", "chunked": "jax_pallas"}
+PEERS = {
+    **{"trl": "trl", "verl": "verl", "torch.compile": "torch.compile", "eager": "eager", "liger-grpo": "Liger"},
+    "bf16-logits": "JAX, logits in the input's dtype",
+    "gradient-scan": "JAX, gradients in a scan",
+    "checkpointed-scan": "JAX, checkpointed scan",
+}
+NAMES = OURS | PEERS
 # The matmuls beside float16 rows of this commit multiplied zeros (experiments.md, "Objectives on an H200").
 OLD_FLOOR = "0e65212"
 
@@ -98,13 +105,13 @@ def ratio_table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     for loss in LOSSES:
         found = {(gpu, row["method"], row["shape"]): row for gpu, of_gpu in rows.items() for row in _of(loss, of_gpu)}
         measured = {method for _, method, _ in found}
-        for method in (method for method in (*OURS, *PEERS) if method in measured):
+        for method in (method for method in NAMES if method in measured):
             cells = [
                 " / ".join(_ratio(loss, found.get((gpu, method, head))) for gpu in GPUS).replace("- / -", "-")
                 for head in HEADS
             ]
             bar = loss.bars() if method in OURS else ""
-            lines.append(f"| {loss.name}, {PEERS.get(method, shown(method))} | {bar} | {' | '.join(cells)} |")
+            lines.append(f"| {loss.name}, {NAMES[method]} | {bar} | {' | '.join(cells)} |")
     return lines
 
 
@@ -120,9 +127,9 @@ def missed_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     for loss in LOSSES:
         missed = [row for row in _of(loss, rows) if misses(loss, row)]
-        for row in sorted(missed, key=lambda row: (OURS.index(row["method"]), list(HEADS).index(row["shape"]))):
+        for row in sorted(missed, key=lambda row: (list(OURS).index(row["method"]), list(HEADS).index(row["shape"]))):
             cells = (
-                *(loss.name, shown(row["method"]), HEADS[row["shape"]], f"{loss.bar_of(row['shape']):.2f}"),
+                *(loss.name, OURS[row["method"]], HEADS[row["shape"]], f"{loss.bar_of(row['shape']):.2f}"),
                 f"{row['ratio']:.3f} ({row['ratio_p20']:.3f} to {row['ratio_p80']:.3f})",
                 *(f"{row['ms']:.2f}", str(row["pairs"]), row["commit"][:7]),
             )
