@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jax_pallas import vocab_shard
+from jax_pallas import row_kernels, vocab_shard
 from jax_pallas.devices import ONE_DEVICE
+from jax_pallas.exchange import Chunk, NoExchange
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import (
     FINISHED_ROWS,
@@ -48,13 +49,6 @@ from jax_pallas.triton_launch import arange, load, run, store
 LEAST_SHIFT = -1000.0  # below the exponents of float32
 
 
-class ShardRows(NamedTuple):
-    """What the rows of a call have beside those of `CallRows`, which are of this device's shard."""
-
-    problem: Problem  # of the classes of all shards
-    target: Array  # (P,) int32, the class; `CallRows.target` is its place in this shard, or -1
-
-
 def of_own_classes(problem: Problem) -> Problem:
     """Returns the problem of this device's classes alone. Targets in other shards are -1. All rows of the shard are
     `classes`; how many of them are classes has a value only when the program runs, unless no shard is padded."""
@@ -75,14 +69,69 @@ def clear_padding(problem: Problem, gradient: Array, axis: int) -> Array:
     return jnp.where(is_class.reshape([-1 if i == axis else 1 for i in range(gradient.ndim)]), gradient, 0)
 
 
-def start(rows: CallRows, target: Array, whole: Problem) -> tuple[CallRows, ShardRows]:
-    """Returns the rows with the reference exponents by the targets' logits of all shards. target: (P,), of the whole
-    problem.
+class WaitingSum(NamedTuple):
+    """The sum of a chunk's rows of d_input that is put to its place after the logits of the next chunk."""
 
-    Rows past the last one have inf on all devices.
+    chunk: Slice
+    total: Array  # (n, D) float32
+
+
+class ShardExchange(NoExchange):
+    """The exchange of devices that have shards of the vocabulary.
+
+    Args:
+        whole: the problem of all classes. `problem` is that of this device's classes.
     """
-    ref_exponent = vocab_shard.all_sum(whole.devices, rows.ref_exponent)
-    return rows._replace(ref_exponent=ref_exponent), ShardRows(whole, target)
+
+    of_shard = True
+
+    def __init__(self, whole: Problem) -> None:
+        super().__init__(whole)
+        self.whole, self.whole_target = whole, self.target
+        self.problem = of_own_classes(whole)
+        self.target, _ = row_kernels.call_rows(self.problem)
+
+    def with_exponents_of_all(self, rows: CallRows) -> CallRows:
+        # Rows past the last one have inf on all devices.
+        return rows._replace(ref_exponent=vocab_shard.all_sum(self.whole.devices, rows.ref_exponent))
+
+    def merge(self, chunk: Chunk, *, by_row: bool) -> None:
+        self.end_beside_logits(chunk)
+        chunk.rows, chunk.numbers = merge(chunk, self.whole, self.whole_target, by_row=by_row)
+
+    def end_beside_logits(self, chunk: Chunk) -> None:
+        """Ends what was exchanged beside the logits of a chunk: the sum of the chunk before, if it waits."""
+        if chunk.exchanged is None:
+            return
+        waiting: WaitingSum = chunk.exchanged
+        # The rows replace those of x after it was read. Their sum ends before that of the numbers begins: XLA runs one
+        # collective at a time, and would begin it after that of the numbers, beside no matmul.
+        found, x, total = lax.optimization_barrier((chunk.numbers.found, chunk.x, waiting.total))
+        chunk.numbers, chunk.x = chunk.numbers._replace(found=found), waiting.chunk.put(x, total)
+        chunk.exchanged = None
+
+    def classes_of(self, rows: CallRows) -> tuple[Problem, Array]:
+        return self.whole, self.whole_target
+
+    def start_sum(self, part: Array) -> tuple[Array, float]:
+        devices = self.whole.devices
+        total = vocab_shard.sum_of_d_input(devices, part, ordered=plan_of(self.problem).batch_invariant)
+        return total, self.sent(part, of_own=False)
+
+    def sent(self, part: Array, *, of_own: bool) -> float:
+        """Returns the bytes that each device sends for the sum of their parts of rows of d_input."""
+        devices = self.whole.devices
+        size = part.size * jnp.dtype(devices.reduce_dtype).itemsize
+        return vocab_shard.sent_by_sum(devices.shards, size, of_own=of_own)
+
+    def put_sum(self, held: Array, chunk: Chunk, total: Array) -> Array:
+        return chunk.slice.put(chunk.x, total)
+
+    def wait_with_sum(self, chunk: Chunk, total: Array) -> tuple[Array, WaitingSum]:
+        return vocab_shard.after_begin(chunk.x), WaitingSum(chunk.slice, total)
+
+    def end_sum(self, held: Array | None, exchanged: WaitingSum | None) -> Array | None:
+        return held if held is None or exchanged is None else exchanged.chunk.put(held, exchanged.total)
 
 
 class OwnNumbers(NamedTuple):
@@ -125,13 +174,17 @@ def own_numbers_kernel(
         store(number_ref, jnp.full_like(row, index), row, values=values, mask=inside)
 
 
-def merge(
-    own: ChunkNumbers, rows: CallRows, of_shard: ShardRows, chunk: Slice, place: Array, size: int, *, by_row: bool
-) -> tuple[CallRows, ChunkNumbers]:
-    """Merges the numbers of a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`, of this shard, with
-    those of the other devices: (53). Returns the rows with the reference exponents of the merged numbers."""
-    whole, found = of_shard.problem, own.found
-    exact = _own_numbers(own, rows, place, size, by_row=by_row)
+def merge(chunk: Chunk, whole: Problem, target: Array, *, by_row: bool) -> tuple[CallRows, ChunkNumbers]:
+    """Merges the numbers of a chunk, of this shard, with those of the other devices: (53). Returns the rows with the
+    reference exponents of the merged numbers.
+
+    Args:
+        whole: the problem of all classes.
+        target: (P,) int32, the classes of the targets.
+    """
+    own, rows, size = chunk.numbers, chunk.rows, chunk.size
+    found = own.found
+    exact = _own_numbers(own, rows, chunk.place, size, by_row=by_row)
     statistics = _own_statistics(own, exact[4] != 0, size)
     present = {name: numbers for name, numbers in statistics.items() if numbers is not None}
     gathered = vocab_shard.gather(whole.devices, jnp.concatenate([exact[:4], *(n[None] for n in present.values())]))
@@ -166,10 +219,9 @@ def merge(
         joined=joined,
         repaired=None,
         block_width=whole.linear_weight.shape[whole.vocab_axis],
-        of_shard=OfShard(of_shard.target, stored),
+        of_shard=OfShard(target, stored),
     )
-    part = Slice(chunk.start, size, None)
-    return rows._replace(ref_exponent=part.put(rows.ref_exponent, largest)), numbers
+    return rows._replace(ref_exponent=chunk.tiles.put(rows.ref_exponent, largest)), numbers
 
 
 def _own_numbers(own: ChunkNumbers, rows: CallRows, place: Array, size: int, *, by_row: bool) -> Array:
