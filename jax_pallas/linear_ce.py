@@ -31,10 +31,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_pallas import elementwise, ops, row_math, saved_ops
+from jax_pallas import elementwise, ops, row_math, saved_ops, token_ops
 from jax_pallas.arguments import Call, check_per_token, prepare
 from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
+from jax_pallas.options import TokenOptions
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
 from linear_ce.spec import HeadPrecision, LossSpec, Reduction
@@ -590,9 +591,9 @@ def _token_loss(
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
         )
         return loss, TokenStats(*empty)
-    token = ops.TokenOptions(call.options, function, len(flat), stats, with_entropy)
+    token = TokenOptions(call.options, function, len(flat), stats, with_entropy)
     operands = (*call.arrays, *flat, *closure)
-    loss, *found = (ops.token_loss_and_gradients if scalar else ops.token_losses)(token, *operands)
+    loss, *found = (token_ops.token_loss_and_gradients if scalar else token_ops.token_losses)(token, *operands)
     rest = iter(found)
     made = (jax.lax.stop_gradient(next(rest)).reshape(call.leading) if wanted else None for wanted in stats)
     of_tokens = TokenStats(*made)

@@ -103,7 +103,7 @@ class Carry(NamedTuple):
     held: Array | None  # (N, D): input's rows, then d_input's; with `TokenSlices` d_input's rows of this device
     d_weight: Array | None
     d_bias: Array | None  # (K,) float32
-    exchanged: Any = None  # of the methods of `NoExchange`
+    exchanged: Any = None  # what has begun and not ended yet, of the methods of `NoExchange`
     parts: Sums | None = None  # of d_weight, in its place, of `DWeightParts`
 
 

@@ -92,26 +92,11 @@ class TokenSlices(ShardExchange):
         if plan_of(self.problem).fits_float16:
             # Before the next gather, beside which only larger matmuls run.
             x, rows = lax.optimization_barrier((x, float16.place(self.problem, rows, x, chunk)))
-        following = self.next(chunk, first=first)
+        following = self._next(chunk, first=first)
         if following is None:
             return rows, x, None
-        following_x, x = self.gather(following, x)
+        following_x, x = self._gather_next(following, x)
         return rows, x, NextChunk(following, following_x)
-
-    def next(self, chunk: Slice, *, first: bool) -> Slice | None:
-        """Returns the chunk after this one, or None after the last. In a loop, whose chunks all do the same, the last
-        one is also after the last one: its rows are gathered for nothing."""
-        config, tokens = plan_of(self.problem).scaled_exp_config, self.problem.tokens
-        full, start = config.last_start(tokens), 0 if first else chunk.start + config.rows
-        if isinstance(start, int):
-            return Slice(start, config.rows, None) if start < full else None
-        return Slice(jnp.minimum(start, full - config.rows), config.rows, None)
-
-    def gather(self, chunk: Slice, x: Array) -> tuple[Array, Array]:
-        """Returns the rows of the input of a chunk, which are gathered when those of the chunk before are there, x; and
-        x."""
-        own, x = lax.optimization_barrier((self._own_rows(chunk), x))
-        return vocab_shard.rows_of_all(self.devices, own), vocab_shard.after_begin(x)
 
     def end_beside_logits(self, chunk: Chunk) -> None:
         """Ends the gather of the next chunk, whose rows must be there when the logits of a chunk are. Its exponents are
@@ -166,6 +151,21 @@ class TokenSlices(ShardExchange):
         self, rows: CallRows, of_hook: TokenRows | None, statistics: RowStatistics | None
     ) -> tuple[CallRows, TokenRows | None, RowStatistics | None]:
         return in_order_of_tokens(self.whole, rows, of_hook, statistics)
+
+    def _next(self, chunk: Slice, *, first: bool) -> Slice | None:
+        """Returns the chunk after this one, or None after the last. In a loop, whose chunks all do the same, the last
+        one is also after the last one: its rows are gathered for nothing."""
+        config, tokens = plan_of(self.problem).scaled_exp_config, self.problem.tokens
+        full, start = config.last_start(tokens), 0 if first else chunk.start + config.rows
+        if isinstance(start, int):
+            return Slice(start, config.rows, None) if start < full else None
+        return Slice(jnp.minimum(start, full - config.rows), config.rows, None)
+
+    def _gather_next(self, chunk: Slice, x: Array) -> tuple[Array, Array]:
+        """Returns the rows of the input of a chunk, which are gathered when those of the chunk before are there, x; and
+        x."""
+        own, x = lax.optimization_barrier((self._own_rows(chunk), x))
+        return vocab_shard.rows_of_all(self.devices, own), vocab_shard.after_begin(x)
 
     def _own(self, chunk: Slice) -> Slice:
         start, parts = chunk.start, self.parts

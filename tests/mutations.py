@@ -481,9 +481,11 @@ TOKEN_LOSSES = (
         "if False:",
         tests("jax_pallas_sharding", "refused"),
     ),
-    Mutation("jax_pallas/ops.py", "(gradient * d_loss).astype(like.dtype)", "gradient.astype(like.dtype)", JAX_TOKENS),
     Mutation(
-        "jax_pallas/ops.py",
+        "jax_pallas/token_ops.py", "(gradient * d_loss).astype(like.dtype)", "gradient.astype(like.dtype)", JAX_TOKENS
+    ),
+    Mutation(
+        "jax_pallas/token_ops.py",
         "row_weight * dense(cotangents[0]), 0.0)",
         "dense(cotangents[0]), 0.0)",
         JAX_TOKENS,
@@ -710,8 +712,8 @@ SCALE = (
         JAX_SHARDS_BY_KERNELS,
     ),
     Mutation(
-        "jax_pallas/scaled_exp.py",
-        "total = of_shards(devices, part, ordered=plan_of(problem).batch_invariant)",
+        "jax_pallas/shard_rows.py",
+        "total = vocab_shard.sum_of_d_input(devices, part, ordered=plan_of(self.problem).batch_invariant)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
@@ -730,7 +732,7 @@ SCALE = (
         JAX_SENT_HEADS,
     ),
     Mutation("jax_pallas/head_scatter.py", "device * self.shard_rows % STEP", "0", JAX_SENT_HEADS),
-    Mutation("jax_pallas/d_weight_parts.py", "None if first else old", "None", JAX_SENT_HEADS),
+    Mutation("jax_pallas/d_weight_parts.py", "None if chunk.first else old", "None", JAX_SENT_HEADS),
     Mutation("jax_pallas/smoothing.py", "at[classes].get(", "at[: len(classes)].get(", JAX_SENT_HEADS),
     Mutation(
         "jax_pallas/hopper_gradients.py",
@@ -774,7 +776,7 @@ SCALE = (
         "1), (d_weight.sum, None)[first]",
         ("tests/test_core_triton_scale.py", "-k", "sent_head and ranks_by_the_kernels"),
     ),
-    Mutation("jax_pallas/scaled_exp.py", "where(chunk.of(rows.target) >= 0,", "where(True,", JAX_SMOOTHED_SHARDS),
+    Mutation("jax_pallas/scaled_exp.py", "where(part.of(rows.target) >= 0,", "where(True,", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "vocab_shard.all_sum(devices, ", "(", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "(devices.token_parts / devices.shards)", "0.5", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
@@ -847,7 +849,7 @@ SCALE = (
     Mutation("jax_pallas/gathering.py", "[0, 2, 3]", "[2, 3]", tests("jax_pallas_sharded", "saved")),
     Mutation(
         "jax_pallas/saved_ops.py",
-        "ops.summed_over_devices(options, gradients, None, arrays)[0]",
+        "summed_over_devices(options, gradients, None, arrays)[0]",
         "gradients",
         tests("jax_pallas_sharded", "saved"),
     ),
@@ -878,9 +880,14 @@ SCALE = (
         JAX_TOKEN_AXES,
     ),
     Mutation(
-        "jax_pallas/ops.py", "gradient if scale is None else gradient / scale, named", "gradient, named", JAX_TOKEN_AXES
+        "jax_pallas/scaling.py",
+        "gradient if scale is None else gradient / scale, named",
+        "gradient, named",
+        JAX_TOKEN_AXES,
     ),
-    Mutation("jax_pallas/ops.py", "token.devices.sum_of_shared(d, array)", "d", tests("jax_pallas_sharded", "closure")),
+    Mutation(
+        "jax_pallas/token_ops.py", "token.devices.sum_of_shared(d, array)", "d", tests("jax_pallas_sharded", "closure")
+    ),
     Mutation("jax_pallas/gathering.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
     Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
     Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
@@ -949,13 +956,13 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/options.py", "None if self.has_grad_into else d_weight", "d_weight", JAX_INTO),
     Mutation("jax_pallas/ops.py", "lambda grad_into, _: (grad_into,)", "lambda grad_into, _: (None,)", JAX_INTO),
     Mutation(
-        "jax_pallas/ops.py",
+        "jax_pallas/batching.py",
         "            if options.has_grad_into:\n                raise",
         "            if False:\n                raise",
         JAX_INTO,
     ),
     Mutation(
-        "jax_pallas/ops.py", 'adds_in_backward) or axis_of["grad_into"] is not None', "adds_in_backward)", JAX_INTO
+        "jax_pallas/batching.py", 'adds_in_backward) or axis_of["grad_into"] is not None', "adds_in_backward)", JAX_INTO
     ),
     Mutation("jax_pallas/ops.py", "arrays = options.replaced(arrays, grad_into=None)", "pass", JAX_INTO),
     Mutation(
@@ -1184,7 +1191,7 @@ SAVED_ROWS = (
         tests("jax_pallas_export", "what_is_saved"),
     ),
     Mutation(
-        "jax_pallas/ops.py",
+        "jax_pallas/batching.py",
         "saved_budget=batch * options.saved_budget",
         "saved_budget=options.saved_budget",
         tests("jax_pallas_saved", "batch_of_losses"),
@@ -1249,7 +1256,10 @@ ENTROPY_LOSSES = (
     Mutation("jax_pallas/row_math.py", "alpha - d_entropy * entropy, beta", "alpha, beta", JAX_ENTROPY),
     Mutation("jax_pallas/ops.py", "of_rows = -upstream, d_entropy", "of_rows = upstream, d_entropy", JAX_ENTROPY),
     Mutation(
-        "jax_pallas/ops.py", "coefficients, needs_grad, scales\n", "coefficients, needs_grad\n", JAX_KERNELS_OF_ENTROPY
+        "jax_pallas/token_ops.py",
+        "coefficients, needs_grad, scales\n",
+        "coefficients, needs_grad\n",
+        JAX_KERNELS_OF_ENTROPY,
     ),
     Mutation(
         "jax_pallas/chunked.py",
@@ -1326,8 +1336,8 @@ BATCH_INVARIANT = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "carry.d_weight is not None, statistics & BY_ROW != 0",
-        "carry.d_weight is not None, False",
+        "by_row = self.statistics & BY_ROW != 0",
+        "by_row = False",
         PALLAS_INVARIANT,
     ),
     Mutation(
@@ -1514,8 +1524,8 @@ JAX_FIRST = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "chunk, e, held, rho, d_weight)",
-        "chunk, e, held, rho, d_weight * 0)",
+        "e, held, rho, d_weight)",
+        "e, held, rho, d_weight * 0)",
         JAX_FIRST_CHUNK,
     ),
     Mutation("jax_pallas/tile_config.py", "max(0, cdiv(tokens - room, one))", "0", JAX_FIRST_PLANS),
