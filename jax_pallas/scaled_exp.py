@@ -243,7 +243,7 @@ class ScaledExpCall:
         units: bool = False,
     ) -> None:
         self.needs_grad, self.statistics, self.saves, self.units = needs_grad, statistics, saves, units
-        self.gradients = any(needs_grad) or saves
+        self.gradients, self.by_row = any(needs_grad) or saves, statistics & BY_ROW != 0
         self.smoothing = Smoothing.of(problem, scales)
         if self.smoothing is not None:
             problem = self.smoothing.problem
@@ -328,7 +328,7 @@ class ScaledExpCall:
         """Computes one chunk of rows. Returns the carry and what is known of its tokens."""
         chunk, found = self._rows_of_input(carry, rows, first=first), OfTokens(None, None)
         self._store_exponentials(chunk)
-        self.exchange.merge(chunk, by_row=self.statistics & BY_ROW != 0)
+        self.exchange.merge(chunk, by_row=self.by_row)
         if self.hook is not None:
             found = self._call_token_loss(self.hook, chunk)
         self._finish_rows(chunk)
@@ -441,7 +441,7 @@ class ScaledExpCall:
     def _finish_rows(self, chunk: Chunk) -> None:
         """Computes the results of a chunk's rows; with gradients the factors rho and theta too, and x times rho if it
         is an operand of d_weight, unless `_fit_in_float16` does this."""
-        by_row = self.statistics & BY_ROW != 0 and (plan_of(self.problem).batch_invariant or not self.gradients)
+        by_row = self.by_row and (plan_of(self.problem).batch_invariant or not self.gradients)
         x = chunk.x if self.needs_grad.d_weight and not self.fits else None
         arrays = chunk.numbers, chunk.rows, chunk.place, chunk.size, x
         chunk.rows, found, x, rho = row_kernels.finish_rows(*arrays, by_row=by_row)

@@ -1336,8 +1336,8 @@ BATCH_INVARIANT = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "by_row = self.statistics & BY_ROW != 0",
-        "by_row = False",
+        "any(needs_grad) or saves, statistics & BY_ROW != 0",
+        "any(needs_grad) or saves, False",
         PALLAS_INVARIANT,
     ),
     Mutation(
