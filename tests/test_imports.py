@@ -214,12 +214,13 @@ ONE_FRAMEWORK_ONLY = {
         *("Carry", "OfTokens", "SavedChunk"),  # the carry of a loop, and what it returns
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         "static_args",  # of kernels in Pallas
+        "ScaledExpCall",
     },
     "shard_rows.py": {
-        *("ReducedRows", "start_sum", "put_rows_kernel", "put_sum"),  # XLA waits for sums, and writes them
-        *("with_targets", "own_target_logits", "place"),  # of tokens that are gathered chunk by chunk
+        *("ReducedRows", "put_rows_kernel", "put_sum", "PartialSums"),  # XLA waits for sums, and writes them
+        *("own_target_logits", "place"),  # of tokens that are gathered chunk by chunk
         "clear_padding",  # in PyTorch a process knows its number of classes
-        *("of_merged_references", "refer_to_own"),  # XLA computes the scales of float16 from the merged numbers
+        *("ShardRows", "ShardExchange", "start", "merge"),
         *("OwnNumbers", "merge_shards_kernel"),  # XLA fuses what it does
     },
     "token_slices.py": {
