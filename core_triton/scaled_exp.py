@@ -8,29 +8,29 @@ the range are computed again with k from the largest logit. `ranges.py` counts t
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
 exponentials. Plan A with scaled exponentials is for 16 bits, with label smoothing where its terms are of rank one
-(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The steps for
-each chunk of rows:
+(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The steps of
+`ScaledExpCall` for each chunk of rows:
 
-    rows of the input that contribute, packed         `packed_rows.py`
+    rows of the input that contribute, packed         `_begin`
     exponentials and their sums                       `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x    `row_kernels.finish_rows`, for float16 `float16.finish`
-    d_weight += E^T (rho x)                           `_add_d_weight`
+    loss, and the factors of rows; x becomes rho x    `_finish_rows`, for float16 `_fit_in_float16`
+    d_weight += E^T (rho x)                           `_add_to_d_weight`
     d_input = rho (E W) + theta w_target              `_store_d_input`
 
 A first chunk may be larger than the others, with most of its exponentials in the memory of d_weight, which is not
 written yet (`StoredExponentials`). Its d_input is computed before its d_weight.
 
-At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, for
+At the end the targets' terms of d_weight are added for all rows (`_finish_head`). Plan B is the first three steps, for
 bfloat16 and float16. It stores only the sums.
 
 Where ranks gathered the head, the last chunk's d_weight is sent to them in parts: `d_weight_parts.py`.
 
 Where the ranks of a process group have shards of the vocabulary, they exchange the sums before a chunk's factors, and
 their parts of d_input after its matmul: `shard_rows.py`. If they have different tokens, they gather them a chunk ahead:
-`token_slices.py`.
+`token_slices.py`. The steps call both through the interface of `exchange.py`.
 
 A token loss needs the log-probabilities of a chunk before the factors of its rows. For it, `row_kernels.finish_rows`
-runs twice (`_weights_of_token_loss`).
+runs twice (`_call_token_loss`).
 """
 
 from functools import partial

@@ -638,7 +638,7 @@ SCALE = (
         "()",
         RANKS_BY_KERNELS,
     ),
-    Mutation("core_triton/shard_rows.py", "rows.rho[chunk] *= ", "", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "self.rows.rho[chunk.rows] *= ", "", RANKS_BY_KERNELS),
     Mutation(
         "core_triton/shard_rows.py",
         "if self.sums is not None and not self.waits:",
