@@ -1,10 +1,10 @@
-"""What the ranks of a call with scaled exponentials exchange, as an interface of the steps of `scaled_exp.py`.
+"""What the ranks exchange in a call with scaled exponentials, and the chunk of rows that they exchange it for.
 
-    `NoExchange`                  the head is whole, so there is nothing to exchange
-    `shard_rows.ShardExchange`    each rank has a shard of the vocabulary, and all ranks have the same tokens
-    `token_slices.TokenSlices`    each rank has a shard of the vocabulary and different tokens
+`NoExchange` is for a rank that has the whole head, and it documents the methods that `scaled_exp.ScaledExpCall` calls.
+The others replace some of them:
 
-Each class has the methods of `NoExchange`, and replaces those where its ranks exchange something.
+    `shard_rows.ShardExchange`     the ranks have shards of the vocabulary, and the same tokens
+    `token_slices.TokenSlices`     the ranks have shards of the vocabulary, and different tokens
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from core_triton.smoothing import Smoothing
 
 @dataclass
 class Chunk:
-    """What the steps of a chunk share.
+    """A chunk of rows, with what each step of `scaled_exp.ScaledExpCall` gives to the steps after it.
 
     Args:
-        rows: which packed rows.
+        slice: its packed rows.
         first: whether it is the first chunk that is computed. What it adds to d_weight and d_bias overwrites them.
         sends: whether it sends d_weight in parts.
         d_input_first: whether d_input must be computed before d_weight, which overwrites the exponentials or, if it is
             sent, the head.
-        packed: the packed rows, with `order` and `count` of `NoExchange.begin`.
+        rows: the packed rows of the call, with `order` and `count` of `NoExchange.begin`.
         x: (n, D or more), the packed rows of the input, later multiplied by rho.
         e: the exponentials, or None if no gradient is needed.
         active: the rows whose exponentials are computed.
@@ -41,11 +41,11 @@ class Chunk:
         class_blocks: how many the exponentials have, once they are computed.
     """
 
-    rows: slice
+    slice: slice
     first: bool
     sends: bool
     d_input_first: bool
-    packed: PackedRows
+    rows: PackedRows
     x: Tensor
     e: StoredExponentials | None
     active: Active
@@ -56,15 +56,15 @@ class Chunk:
 
     @property
     def start(self) -> int:
-        return self.rows.start
+        return self.slice.start
 
     @property
     def n(self) -> int:
-        return self.rows.stop - self.rows.start
+        return self.slice.stop - self.slice.start
 
 
 class NoExchange:
-    """The head is whole. The methods are in the order in which `scaled_exp.ScaledExpCall` calls them.
+    """A rank has the whole head: nothing is exchanged. The methods are in the order in which a call runs them.
 
     Args:
         problem: of this rank's classes.

@@ -314,8 +314,8 @@ class ScaledExpCall:
     def run(self) -> tuple[Tensor, RowStatistics, Gradients]:
         """Runs the call: its chunks from the last to the first, and then what is done once. Returns the results of
         `scaled_exp`."""
-        for rows in reversed(self.chunks):
-            self._chunk(rows)
+        for place in reversed(self.chunks):
+            self._chunk(place)
         self.exchange.finish_sums()
         del self.held, self.scratch
         self._finish_head()
@@ -325,9 +325,9 @@ class ScaledExpCall:
         self._report_ranges()
         return *self._results_of_rows(), gradients
 
-    def _chunk(self, rows: slice) -> None:
+    def _chunk(self, place: slice) -> None:
         """Computes a chunk: the results of its rows, and its part of the gradients."""
-        chunk = self._begin(rows)
+        chunk = self._begin(place)
         self._store_exponentials(chunk)
         chunk.numbers = self.exchange.merge(chunk)
         if self.hook is not None:
@@ -357,55 +357,54 @@ class ScaledExpCall:
             self._store_d_input(chunk, chunk.e)
         self.exchange.put_sum()
 
-    def _begin(self, rows: slice) -> Chunk:
+    def _begin(self, place: slice) -> Chunk:
         """Returns a chunk with its rows of the input and the memory of its exponentials."""
-        n, start, first = rows.stop - rows.start, rows.start, rows is self.chunks[-1]
-        sends = self.scatter is not None and rows is self.chunks[0]
-        of_input, packed = self.exchange.begin(rows)
+        n, start, first = place.stop - place.start, place.start, place is self.chunks[-1]
+        sends = self.scatter is not None and place is self.chunks[0]
+        of_input, rows = self.exchange.begin(place)
         in_pieces = self.config.first_rows > 0 and first
         d_input_first = in_pieces or sends
-        x = self._rows_of_input(of_input, packed, rows, d_input_first=d_input_first)
-        e = None
+        x, e = self._rows_of_input(of_input, rows, place, d_input_first=d_input_first), None
         if self.stored is not None and in_pieces:
             assert self.d_weight is not None
             memory, piece = self.d_weight.total, self.config.piece
             e = StoredExponentials.in_d_weight(self.stored, memory, n, piece, self.classes)
         elif self.stored is not None:
-            place = slice(0, n) if self.saved_e is None else rows
-            e = StoredExponentials(self.stored[place, : self.classes])
+            e = StoredExponentials(self.stored[slice(0, n) if self.saved_e is None else place, : self.classes])
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
         least = int(first or sends or self.saved_e is not None)
         if (self.d_weight is not None or self.saved_e is not None) and not self.plan.d_weight_kernel:
             least = n
-        row_weight = At(self.rows.row_weight, start)
-        active, numbers = Active(packed.count, start, least), self._numbers_of(rows)
-        return Chunk(rows, first, sends, d_input_first, packed, x, e, active, numbers, row_weight, packed.count)
+        active, row_weight = Active(rows.count, start, least), At(self.rows.row_weight, start)
+        return Chunk(
+            place, first, sends, d_input_first, rows, x, e, active, self._own_numbers(place), row_weight, rows.count
+        )
 
-    def _rows_of_input(self, of_input: Problem, packed: PackedRows, rows: slice, *, d_input_first: bool) -> Tensor:
-        """Returns the packed rows of the input of a chunk, (n, D or more)."""
-        n, hidden = rows.stop - rows.start, self.problem.input.shape[1]
-        x = self.held[rows] if self.plan.holds_rows else self.held[:n]
+    def _rows_of_input(self, of_input: Problem, rows: PackedRows, place: slice, *, d_input_first: bool) -> Tensor:
+        """Returns the packed rows of the input of a chunk, (n, D or more), which are in the input of `of_input`."""
+        n, hidden = place.stop - place.start, self.problem.input.shape[1]
+        x = self.held[place] if self.plan.holds_rows else self.held[:n]
         if self.plan.holds_rows and d_input_first:
             x = self.problem.input.new_empty((n, hidden))
         if not self.plan.holds_rows or d_input_first:
-            packed_rows.pick(of_input, packed, rows.start, n, x[:, :hidden], places=self.exchange.picks_places)
+            packed_rows.pick(of_input, rows, place.start, n, x[:, :hidden], places=self.exchange.picks_places)
         if self.problem.spec.splits_head:  # a row again for the second half of the head
             x[:, hidden : 2 * hidden] = x[:, :hidden]
         return x
 
-    def _numbers_of(self, rows: slice) -> ChunkNumbers:
-        """Returns the numbers of a chunk's rows that `_store_exponentials` writes, of this rank's classes."""
-        n, start, of_call = rows.stop - rows.start, rows.start, self.rows
+    def _own_numbers(self, place: slice) -> ChunkNumbers:
+        """Returns the numbers of a chunk's rows of this rank's classes, which `_store_exponentials` writes."""
+        rows, blocks, start = self.rows, self.config.blocks, place.start
         return ChunkNumbers(
             self.problem,
-            self.config.blocks,
+            blocks,
             self.block_width,
             self.statistics & OF_BLOCKS,
             At(self.scratch, 0),
-            At(self.scratch, self.config.blocks * n),
-            At(of_call.ref_exponent, start),
-            At(of_call.target_logit, start),
-            At(of_call.target, start),
+            At(self.scratch, blocks * (place.stop - start)),
+            At(rows.ref_exponent, start),
+            At(rows.target_logit, start),
+            At(rows.target, start),
         )
 
     def _store_exponentials(self, chunk: Chunk) -> None:
@@ -481,10 +480,10 @@ class ScaledExpCall:
         """Calls the token loss on the rows. Their row weights become those of the gradients: (35)."""
         rows = self.rows
         # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
-        ones = token_kernels.contributes(rows.row_weight[chunk.rows])
-        packed_rows.finish(chunk.numbers, rows, chunk.rows, row_weight=At(ones, 0), e=None, x=None, by_row=True)
-        packed_rows.finish_statistics(chunk.numbers, rows, chunk.rows)
-        weight = hook.process(rows.order[chunk.rows], rows.loss_out, of_call=True)
+        ones = token_kernels.contributes(rows.row_weight[chunk.slice])
+        packed_rows.finish(chunk.numbers, rows, chunk.slice, row_weight=At(ones, 0), e=None, x=None, by_row=True)
+        packed_rows.finish_statistics(chunk.numbers, rows, chunk.slice)
+        weight = hook.process(rows.order[chunk.slice], rows.loss_out, of_call=True)
         assert weight is not None
         chunk.row_weight = At(weight, 0)
 
@@ -493,9 +492,9 @@ class ScaledExpCall:
         numbers = chunk.numbers if self.unit_scale is None else self.exchange.unit_numbers(chunk.numbers)
         x = None if self.d_weight is None or self.plan.fits_float16 else chunk.x
         options: dict[str, Any] = {"row_weight": chunk.row_weight, "e": chunk.e, "x": x, "by_row": self.by_row}
-        packed_rows.finish(numbers, self.gradient_rows, chunk.rows, **options)
+        packed_rows.finish(numbers, self.gradient_rows, chunk.slice, **options)
         if self.hook is None:
-            packed_rows.finish_statistics(chunk.numbers, self.rows, chunk.rows)
+            packed_rows.finish_statistics(chunk.numbers, self.rows, chunk.slice)
 
     def _scale_units(self, chunk: Chunk, unit_scale: Tensor) -> None:
         """Divides rho and theta of saved rows of float16 by powers of two: (52)."""
@@ -505,7 +504,7 @@ class ScaledExpCall:
 
     def _fit_in_float16(self, chunk: Chunk, e: StoredExponentials) -> None:
         """Prepares the exponentials of float16, and x, for the matmuls of the gradients."""
-        rows, config = chunk.packed, self.config
+        rows, config = chunk.rows, self.config
         assert rows.float16 is not None
         chunk.count = float16.finish(
             self.problem,
@@ -536,7 +535,7 @@ class ScaledExpCall:
         if self.plan.d_input_tiling is None:
             self._store_d_input_by_cublas(chunk, e, d_input, order)
             return
-        rows = chunk.packed
+        rows = chunk.rows
         module = hopper_gradients if self.plan.hopper else ampere_gradients
         made = module.d_input_launch(self.problem, self.config, e, smooth=self.smooth is not None)
         input_grad.store_d_input(
@@ -556,10 +555,10 @@ class ScaledExpCall:
 
     def _store_d_input_by_cublas(self, chunk: Chunk, e: StoredExponentials, d_input: Tensor, order: At) -> None:
         """Writes the rows to the rows `order` (n,) of d_input: a matmul in float32, and a pass over its result."""
-        problem, config, rows, hidden = self.problem, self.config, chunk.packed, d_input.shape[1]
+        problem, config, rows, hidden = self.problem, self.config, chunk.rows, d_input.shape[1]
         dtype = e.first.dtype
-        for start in range(chunk.rows.start, chunk.rows.stop, config.d_input_rows):
-            n = min(config.d_input_rows, chunk.rows.stop - start)
+        for start in range(chunk.slice.start, chunk.slice.stop, config.d_input_rows):
+            n = min(config.d_input_rows, chunk.slice.stop - start)
             within = slice(start - chunk.start, start - chunk.start + n)
             e_w = self.scratch[: n * hidden].view(n, hidden)
             for vocab_chunk in e.pieces(self.classes, config.head_rows):
@@ -622,7 +621,7 @@ class ScaledExpCall:
         """Returns d_weight and d_bias, with zeros in padding, in the dtypes of their arguments."""
         w, b, classes = self.problem.linear_weight, self.problem.linear_bias, self.classes
         d_weight = None if self.d_weight is None or self.d_weight.adds else self.d_weight.total
-        d_bias = self.d_bias
+        d_bias, self.d_bias = self.d_bias, None  # its sum is freed
         if self.whole.shard is not None and not self.whole.local_classes:  # no class of this shard has a gradient
             w, b, classes = self.whole.linear_weight, self.whole.linear_bias, 0
             _, d_weight, d_bias = _no_gradients(self.whole, self.needs_grad)

@@ -287,8 +287,8 @@ class ShardExchange(NoExchange):
         return numbers._replace(of_shard=(numbers.of_shard[0], numbers.ref_exponent))
 
     def refer_to_own(self, chunk: Chunk) -> None:
-        own = self.rows.ref_exponent[chunk.rows]
-        self.rows.rho[chunk.rows] *= torch.exp2(own - chunk.numbers.ref_exponent.tensor)  # (53)
+        own = self.rows.ref_exponent[chunk.slice]
+        self.rows.rho[chunk.slice] *= torch.exp2(own - chunk.numbers.ref_exponent.tensor)  # (53)
 
     def room_for_d_input(self, chunk: Chunk) -> tuple[Tensor, At]:
         assert self.sums is not None

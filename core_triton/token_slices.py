@@ -191,12 +191,12 @@ class TokenSlices(ShardExchange):
         self.target_logits = logit, vocab_shard.start_all_sum(logit, self.shard.group)
 
     def add_smoothing(self, smoothing: Smoothing, chunk: Chunk) -> None:
-        x = self._of(self.chunks.index(chunk.rows)).problem.input
+        x = self._of(self.chunks.index(chunk.slice)).problem.input
         loss = torch.zeros(len(x), dtype=torch.float32, device=x.device)  # of each row of x
         of_chunk = replace(smoothing, problem=replace(smoothing.problem, input=x))
         order, vectors = At(self.slot, chunk.start), self._of_smoothing(chunk)
         of_chunk.add_to_rows(len(x), order=order, **vectors, loss_out=loss)
-        self.rows.loss_out[self.rows.order[chunk.rows]] += loss[self.slot[chunk.rows]]
+        self.rows.loss_out[self.rows.order[chunk.slice]] += loss[self.slot[chunk.slice]]
 
     def room_for_d_input(self, chunk: Chunk) -> tuple[Tensor, At]:
         assert self.sums is not None
@@ -212,7 +212,7 @@ class TokenSlices(ShardExchange):
             sent = vocab_shard.sent_by_sum(ranks, part.nbytes, of_own=True)
             reduced = ReducedRows(own, vocab_shard.start_own_sum(own, part, self.shard.group), sent)
             self.sums.waiting = reduced, At(self.own_order, start), At(self.own_counts, start)
-        number = self.chunks.index(chunk.rows)
+        number = self.chunks.index(chunk.slice)
         if number:
             self._start_target_logits(number - 1)
         return sent

@@ -429,7 +429,7 @@ TOKEN_LOSSES = (
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
     Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
     Mutation(
-        "core_triton/scaled_exp.py", "hook.process(rows.order[chunk.rows],", "hook.process(chunk.rows,", KERNEL_TOKENS
+        "core_triton/scaled_exp.py", "hook.process(rows.order[chunk.slice],", "hook.process(chunk.slice,", KERNEL_TOKENS
     ),
     Mutation(
         "core_triton/operators.py",
@@ -458,7 +458,7 @@ TOKEN_LOSSES = (
     Mutation(
         "core_triton/scaled_exp.py",
         "    assert weight is not None",
-        "    weight = hook.gradient_weight[chunk.rows] if hook.gradient_weight is not None else weight",
+        "    weight = hook.gradient_weight[chunk.slice] if hook.gradient_weight is not None else weight",
         KERNEL_TOKENS,
     ),
     Mutation(
@@ -638,7 +638,7 @@ SCALE = (
         "()",
         RANKS_BY_KERNELS,
     ),
-    Mutation("core_triton/shard_rows.py", "self.rows.rho[chunk.rows] *= ", "", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "self.rows.rho[chunk.slice] *= ", "", RANKS_BY_KERNELS),
     Mutation(
         "core_triton/shard_rows.py",
         "if self.sums is not None and not self.waits:",

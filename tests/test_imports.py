@@ -164,7 +164,7 @@ ONE_FRAMEWORK_ONLY = {
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
         "loss",  # in JAX, each operator has its rule
         "token_losses",  # a token loss has operators of its own in JAX
-        *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
+        *("LossAndGradients", "RowLosses", "RowLogProbs"),  # autograd functions
         # The operators' implementations.
         *(
             "run_loss_and_gradients",
@@ -172,11 +172,10 @@ ONE_FRAMEWORK_ONLY = {
             "run_log_probs",
             "run_row_gradients",
             "run_gradients",
-            "scale",
             "kept_losses",
         ),
         # What token_ops.py takes from it, and what saved_ops.py does.
-        *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
+        *("plan_a", "plan_b", "compute_row_weights", "no_double_backward"),
         *("plan_c", "log_prob_gradients", "stage_of_plan_b", "losses_there", "recorded"),
         *("is_eager", "below_autograd"),  # for PyTorch's eager mode
         *("dispatched_loss_and_gradients", "dispatched_losses", "dispatched_log_probs"),  # call operators
