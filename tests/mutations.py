@@ -428,7 +428,9 @@ TOKEN_LOSSES = (
     ),
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
     Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
-    Mutation("core_triton/scaled_exp.py", "hook.process(rows.order[chunk],", "hook.process(chunk,", KERNEL_TOKENS),
+    Mutation(
+        "core_triton/scaled_exp.py", "hook.process(rows.order[chunk.slice],", "hook.process(chunk.slice,", KERNEL_TOKENS
+    ),
     Mutation(
         "core_triton/operators.py",
         "tuple(field) if isinstance(field, list) else field",
@@ -456,7 +458,7 @@ TOKEN_LOSSES = (
     Mutation(
         "core_triton/scaled_exp.py",
         "    assert weight is not None",
-        "    weight = hook.gradient_weight[chunk] if hook.gradient_weight is not None else weight",
+        "    weight = hook.gradient_weight[chunk.slice] if hook.gradient_weight is not None else weight",
         KERNEL_TOKENS,
     ),
     Mutation(
@@ -531,8 +533,8 @@ TOKEN_STATS = (
         tests("core_triton_interpreted", "rows_of_several"),
     ),
     Mutation("core_triton/row_statistics.py", "(tl.max(lost, 0) == 0)", "(tl.max(lost, 0) != 0)", KEPT_ROWS),
-    Mutation("core_triton/scaled_exp.py", "OF_BLOCKS, statistics & BY_ROW != 0", "OF_BLOCKS, False", KEPT_ROWS),
-    Mutation("core_triton/scaled_exp.py", "lse_out=unused", "lse_out=rows.lse_out", KERNEL_STATS),
+    Mutation("core_triton/scaled_exp.py", "by_row=self.by_row,", "by_row=False,", KEPT_ROWS),
+    Mutation("core_triton/scaled_exp.py", '"lse_out": unused', '"lse_out": self.rows.lse_out', KERNEL_STATS),
     Mutation(
         "core_triton/plan.py",
         '("loss_and_gradients", "saved_rows", "statistics")',
@@ -628,7 +630,7 @@ SCALE = (
     Mutation("core_triton/shard_rows.py", "factor = tl.exp2(shift)", "factor = tl.exp2(0 * shift)", RANKS_BY_KERNELS),
     Mutation("core_triton/smoothing.py", "if problem.shard is not None:", "if False:", RANKS_BY_KERNELS),
     Mutation(
-        "core_triton/shard_rows.py", "planes_of(of_own.statistics) * n", "planes_of(statistics) * n", RANKS_BY_KERNELS
+        "core_triton/shard_rows.py", "planes_of(numbers.statistics) * n", "planes_of(statistics) * n", RANKS_BY_KERNELS
     ),
     Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "classes=1, grad_into", "classes=0, grad_into", RANKS_BY_KERNELS),
@@ -638,11 +640,11 @@ SCALE = (
         "()",
         RANKS_BY_KERNELS,
     ),
-    Mutation("core_triton/shard_rows.py", "rows.rho[chunk] *= ", "", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "self.rows.rho[chunk.slice] *= ", "", RANKS_BY_KERNELS),
     Mutation(
-        "core_triton/scaled_exp.py",
-        "if d_weight is not None:\n                shard_rows.put_sum",
-        "if True:\n                shard_rows.put_sum",
+        "core_triton/shard_rows.py",
+        "if self.sums is not None and not self.waits:",
+        "if self.sums is not None:",
         RANKS_BY_KERNELS,
     ),
     Mutation("core_triton/arguments.py", '"saved_budget": found.saved_budget,', "", TORCH_RANKS),
@@ -656,7 +658,7 @@ SCALE = (
     Mutation("core_triton/token_slices.py", "ranks * begin + count, mask", "ranks * begin, mask", RANKS_BY_KERNELS),
     Mutation("core_triton/smoothing.py", "vocab_shard.all_sum(own, shard.group)", "own", RANKS_BY_KERNELS),
     Mutation("core_triton/ops.py", "ctx.options.own_tokens(len(d_input))", "slice(0, len(d_input))", RANKS_BY_KERNELS),
-    Mutation("core_triton/shard_rows.py", "vocab_shard.all_sum(logit, whole.shard.group)", "pass", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "vocab_shard.all_sum(logit, self.shard.group)", "pass", RANKS_BY_KERNELS),
     Mutation(
         "core_triton/row_kernels.py",
         "mask=inside, other=0.0) - ref_exponent)",
@@ -665,7 +667,7 @@ SCALE = (
     ),
     Mutation("core_triton/vocab_shard.py", "normalizer.float() / ranks", "normalizer.float()", TORCH_RANKS),
     Mutation("core_triton/vocab_shard.py", "own += received", "own -= received", RANKS_BY_KERNELS),
-    Mutation("core_triton/shard_rows.py", "plan_of(of_shard.problem).batch_invariant", "False", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "plan_of(self.problem).batch_invariant", "False", RANKS_BY_KERNELS),
     Mutation("core_triton/plan.py", " or key.batch_invariant):", "):", RANKS_BY_KERNELS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
     Mutation(
@@ -982,7 +984,7 @@ HEAD_FLOAT32 = (
     ),
     Mutation("core_triton/problem.py", "torch.sub(w, both[:, :hidden]", "torch.sub(w, w", SPLIT),
     Mutation("core_triton/chunked.py", "+ d_input[:, problem.input.shape[1] :]", "", SPLIT),
-    Mutation("core_triton/scaled_exp.py", "chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]", "pass", SPLIT_CASES),
+    Mutation("core_triton/scaled_exp.py", "x[:, hidden : 2 * hidden] = x[:, :hidden]", "pass", SPLIT_CASES),
     Mutation("core_triton/scaled_exp.py", "first=vocab_chunk.start == first == 0)", "first=first == 0)", SPLIT_CASES),
     Mutation("core_triton/head_copy.py", "x.new_empty if width == columns else x.new_zeros", "x.new_empty", HEAD_COPY),
     Mutation(
@@ -1096,8 +1098,8 @@ SAVED_ROWS = (
     Mutation("core_triton/row_statistics.py", "total * tl.exp2(-shift)", "total", SAVED_KERNELS),
     Mutation(
         "core_triton/scaled_exp.py",
-        "if hook is None:\n            _finish",
-        "if False:\n            _finish",
+        "if self.hook is None:\n            packed_rows.finish",
+        "if False:\n            packed_rows.finish",
         SAVED_KERNELS,
     ),
     Mutation("core_triton/saved_kernels.py", "if rho != rho", "if rho == 1", SAVED_KERNELS),
@@ -1296,8 +1298,8 @@ BATCH_INVARIANT = (
     ),
     Mutation(
         "core_triton/scaled_exp.py",
-        "\n        by_row = statistics & BY_ROW != 0",
-        "\n        by_row = False",
+        '"by_row": self.by_row}',
+        '"by_row": False}',
         INVARIANT_CODE,
     ),
     Mutation("core_triton/tile_config.py", "narrow[-1:], tiles[-1:]", "narrow[-1:], tiles", INVARIANT_PLAN),
@@ -1371,12 +1373,14 @@ FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
 FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_launch or any_of_the_best")
 OF_FLOAT16 = tests("chunk_cost", "first_chunk_of_float16")
 FIRST_CHUNK = (
-    Mutation("core_triton/scaled_exp.py", "in reversed(e.pieces(classes))", "in e.pieces(classes)", IN_PIECES),
-    Mutation("core_triton/scaled_exp.py", "if d_input is not None and d_input_first:", "if False:", IN_PIECES),
+    Mutation(
+        "core_triton/scaled_exp.py", "in reversed(e.pieces(self.classes))", "in e.pieces(self.classes)", IN_PIECES
+    ),
+    Mutation("core_triton/scaled_exp.py", "if self.d_input is not None and d_input_first:", "if False:", IN_PIECES),
     Mutation(
         "core_triton/scaled_exp.py",
-        "if not plan.holds_rows or d_input_first:",
-        "if not plan.holds_rows:",
+        "if not self.plan.holds_rows or d_input_first:",
+        "if not self.plan.holds_rows:",
         IN_PIECES,
     ),
     Mutation(

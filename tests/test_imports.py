@@ -163,7 +163,7 @@ ONE_FRAMEWORK_ONLY = {
     "ops.py": {
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
         "loss",  # in JAX, each operator has its rule
-        *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
+        *("LossAndGradients", "RowLosses", "RowLogProbs"),  # autograd functions
         # The operators' implementations.
         *(
             "run_loss_and_gradients",
@@ -171,11 +171,10 @@ ONE_FRAMEWORK_ONLY = {
             "run_log_probs",
             "run_row_gradients",
             "run_gradients",
-            "scale",
             "kept_losses",
         ),
         # What token_ops.py takes from it, and what saved_ops.py does.
-        *("plan_a", "compute_row_weights", "scaled", "no_double_backward"),
+        *("plan_a", "compute_row_weights", "no_double_backward"),
         *("plan_c", "log_prob_gradients", "stage_of_plan_b", "losses_there", "recorded"),
         *("is_eager", "below_autograd"),  # for PyTorch's eager mode
         *("dispatched_loss_and_gradients", "dispatched_losses", "dispatched_log_probs"),  # call operators
@@ -209,24 +208,26 @@ ONE_FRAMEWORK_ONLY = {
         *("run_saved_losses", "run_saved_gradients", "dispatched_saved_losses", "fake_saved_rows"),
         *("losses", "log_probs"),  # variables in JAX, the results of custom_vjp
     },
+    "scaling.py": {
+        *("Factors", "scale"),  # XLA fuses what they do
+        "summed_over_devices",  # in PyTorch, the caller sums over ranks that have different tokens
+    },
     "token_ops.py": {
         *("TokenCall", "TokenLossResults", "token_loss", "token_loss_rows", "statistics_of", "token_stats"),
         *("which_need_grad", "TokenLossAndGradients", "run_token_loss", "token_loss_below_autograd"),
         "token_losses",  # the other operators are variables in JAX, the results of custom_vjp
     },
     "scaled_exp.py": {
-        "ScaledExpCall",
         *("Carry", "OfTokens", "SavedChunk"),  # the carry of a loop, and what it returns
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         "static_args",  # of kernels in Pallas
     },
     "shard_rows.py": {
-        *("ReducedRows", "start_sum", "put_rows_kernel", "put_sum"),  # XLA waits for sums, and writes them
-        *("with_targets", "own_target_logits", "place"),  # of tokens that are gathered chunk by chunk
+        *("ReducedRows", "put_rows_kernel", "put_sum", "PartialSums"),  # XLA waits for sums, and writes them
+        *("own_target_logits", "place"),  # of tokens that are gathered chunk by chunk
         "clear_padding",  # in PyTorch a process knows its number of classes
-        *("of_merged_references", "refer_to_own"),  # XLA computes the scales of float16 from the merged numbers
         *("OwnNumbers", "merge_shards_kernel"),  # XLA fuses what it does
-        *("ShardRows", "ShardExchange", "start", "merge", "WaitingSum"),
+        "WaitingSum",  # in PyTorch, PartialSums has it
     },
     "token_slices.py": {
         *("counted_rows", "pack_slices_kernel"),  # PyTorch packs the rows that contribute
