@@ -43,13 +43,13 @@ class Steps(TorchDispatchMode):
         self.found.append(({"kernel": "matmul", **operands, "first": str(first)}, None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from core_triton import operators, ops, problem
+        from core_triton import operators, problem
 
         kwargs = kwargs or {}
         if func is torch.ops.linear_ce.scaled.default:  # autograd scales in place where no operator is needed
-            factors, saved = ops.Factors(*args[:2]), problem.Gradients(*args[2:5])
+            factors, saved = operators.Factors(*args[:2]), problem.Gradients(*args[2:5])
             with self:
-                ops.scale(saved, factors, saved, args[5])
+                operators.scale(saved, factors, saved, args[5])
             return [gradient for gradient in saved if gradient is not None]
         if func.namespace == "linear_ce":
             with self:

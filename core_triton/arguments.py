@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
+from core_triton import device as devices
 from core_triton import ops
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo
@@ -62,7 +63,7 @@ def _triton_obstacle(device: torch.device) -> str | None:
         from core_triton.compiling import triton_obstacle  # loads torch._dynamo
 
         return triton_obstacle(device)
-    return ops.triton_obstacle(device)
+    return devices.triton_obstacle(device)
 
 
 def _interpreted() -> bool:

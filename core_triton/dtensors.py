@@ -32,6 +32,7 @@ from core_triton import ops, vocab_shard
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
+from core_triton.scaling import Factors, scaled
 from linear_ce.spec import check_memory_budget
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -391,7 +392,7 @@ class _LossOfGatheredHead(torch.autograd.Function):
     @staticmethod
     @ops.no_double_backward
     def backward(ctx: Any, d_loss: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ops.scaled(Gradients(*ctx.saved_tensors), ops.Factors(d_loss, d_loss), ctx.budget)
+        return None, *scaled(Gradients(*ctx.saved_tensors), Factors(d_loss, d_loss), ctx.budget)
 
 
 class _Head(torch.autograd.Function):

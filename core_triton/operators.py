@@ -17,7 +17,6 @@ from torch import Tensor
 
 from core_triton.ops import (
     Arrays,
-    Factors,
     LogProbs,
     LossAndGradients,
     Losses,
@@ -35,7 +34,6 @@ from core_triton.ops import (
     run_loss_and_gradients,
     run_losses,
     run_row_gradients,
-    scale,
 )
 from core_triton.problem import NOTHING_COMPUTED, NOTHING_SAVED, Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics
@@ -48,6 +46,7 @@ from core_triton.saved_ops import (
     run_saved_gradients,
     run_saved_losses,
 )
+from core_triton.scaling import Factors, scale
 from core_triton.token_hook import takes_entropy
 from core_triton.token_losses import Named
 from core_triton.token_ops import (

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import float16, row_kernels
+from core_triton import float16, row_kernels, row_statistics
+from core_triton.first_chunk import StoredExponentials
 from core_triton.float16 import Float16Rows
 from core_triton.launch import At, cdiv
 from core_triton.problem import Problem, plan_of
@@ -149,3 +150,59 @@ def pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor 
             target_logit=rows.target_logit,
             ref_exponent=rows.ref_exponent,
         )
+
+
+def finish(
+    numbers: ChunkNumbers,
+    rows: PackedRows,
+    chunk: slice,
+    *,
+    row_weight: At,
+    e: StoredExponentials | None,
+    x: Tensor | None,
+    by_row: bool,
+) -> None:
+    """Writes the results of a chunk's packed rows for the row weights that are given (n,). With e and x (n, D),
+    prepares both for the matmuls of the gradients."""
+    n, start = chunk.stop - chunk.start, chunk.start
+    row_kernels.finish_rows(
+        numbers.problem,
+        n,
+        numbers.class_blocks,
+        sums=numbers.sums,
+        tops=None if rows.top_out is None else numbers.of_logits,
+        ref_exponent=numbers.ref_exponent,
+        target_logit=numbers.target_logit,
+        target=numbers.target,
+        row_weight=row_weight,
+        order=At(rows.order, start),
+        e=None if e is None else e.first,
+        other_e=None if e is None else e.others,
+        x=x,
+        rho=At(rows.rho, start),
+        theta=At(rows.theta, start),
+        loss_out=rows.loss_out,
+        lse_out=rows.lse_out,
+        target_logit_out=rows.target_logit_out,
+        top_out=rows.top_out,
+        by_row=by_row,
+        of_shard=numbers.of_shard,
+    )
+
+
+def finish_statistics(numbers: ChunkNumbers, rows: PackedRows, chunk: slice) -> None:
+    """Writes the statistics of a chunk's packed rows, if there are others than the largest logit."""
+    if rows.statistics_out is None:
+        return
+    row_statistics.finish_statistics(
+        numbers.problem,
+        chunk.stop - chunk.start,
+        numbers.class_blocks,
+        numbers.block_width,
+        numbers.statistics,
+        sums=numbers.sums,
+        of_logits=numbers.of_logits,
+        row_weight=At(rows.row_weight, chunk.start),
+        order=At(rows.order, chunk.start),
+        results=rows.statistics_out,
+    )

@@ -28,7 +28,7 @@ from torch import Tensor
 from core_triton import chunked, ops
 from core_triton.device import library_settings
 from core_triton.groups import grouped, kept
-from core_triton.ops import Arrays, Factors, LogProbs, Losses, Options, TokenWeights
+from core_triton.ops import Arrays, LogProbs, Losses, Options, TokenWeights
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage, why_unsaved
 from core_triton.problem import (
     DTYPE_NAMES,
@@ -41,6 +41,7 @@ from core_triton.problem import (
     plan_of,
 )
 from core_triton.row_math import RowStatistics
+from core_triton.scaling import Factors, scale
 from linear_ce.chunking import SavedRowCount, choose_saved_rows, plan_passes
 from linear_ce.statistics import BY_ROW, ENTROPY
 
@@ -341,7 +342,7 @@ def run_saved_gradients(
     if d_input is not None:
         of_saved = Gradients(saved.unit_d_input, None, None)
         results = Gradients(d_input[first], None, None)
-        ops.scale(of_saved, Factors(input_factor[:, None], input_factor), results, options.memory_budget)
+        scale(of_saved, Factors(input_factor[:, None], input_factor), results, options.memory_budget)
     return d_head._replace(d_input=d_input)
 
 

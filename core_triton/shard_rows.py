@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core_triton import packed_rows, vocab_shard
+from core_triton.exchange import Chunk, NoExchange
 from core_triton.kernels import ARGMAX, ENTROPY, LOG2_E, LOGIT_SUM, MAX, SQUARES, planes
 from core_triton.launch import At, cdiv, column_block, launch
 from core_triton.packed_rows import ChunkNumbers, PackedRows
@@ -34,13 +35,6 @@ OF_LARGEST = tl.constexpr(bits.MAX | bits.ARGMAX)
 SUMS = tl.constexpr(bits.ENTROPY | bits.LOGIT_SUM | bits.SQUARES)  # the statistics that are sums over classes
 
 NUMBERS = tl.constexpr(3)  # of a row that the ranks exchange for each chunk besides its statistics
-
-
-class ShardRows(NamedTuple):
-    """What the packed rows have beside those of `PackedRows`, which are of this rank's shard."""
-
-    problem: Problem  # of the classes of all shards
-    target: Tensor  # (N,) int64, the class; `PackedRows.target` is its place in this shard, or -1
 
 
 class ReducedRows(NamedTuple):
@@ -64,23 +58,6 @@ def of_own_classes(problem: Problem) -> Problem:
     w, b = problem.linear_weight, problem.linear_bias
     bias = None if b is None else b.new_zeros(1)
     return replace(made, linear_weight=w.new_zeros(1, w.shape[1]), linear_bias=bias, classes=1, grad_into=None)
-
-
-def start(problem: Problem, rows: PackedRows, whole: Problem) -> ShardRows:
-    """Writes the target logits of this shard, and the reference exponents of all rows, by the targets' logits of all
-    shards. `problem` is that of `of_own_classes`, of the whole one."""
-    tokens = len(rows.order)
-    if tokens:
-        packed_rows.pick(problem, rows, 0, tokens, None)
-    logit = own_target_logits(rows, slice(0, tokens))
-    assert whole.shard is not None
-    vocab_shard.all_sum(logit, whole.shard.group)
-    place(rows, slice(0, tokens), logit)
-    return with_targets(rows, whole)
-
-
-def with_targets(rows: PackedRows, whole: Problem) -> ShardRows:
-    return ShardRows(whole, whole.target[rows.order])
 
 
 def own_target_logits(rows: PackedRows, chunk: slice) -> Tensor:
@@ -177,69 +154,6 @@ def merge_shards_kernel(
     tl.store(target_logit_ptr + row_ids, logit, mask=inside)
 
 
-def merge(of_own: ChunkNumbers, class_blocks: int, rows: PackedRows, of_shard: ShardRows, chunk: slice) -> ChunkNumbers:
-    """Merges the numbers of a chunk, of `class_blocks` class blocks of this shard, with those of the other ranks."""
-    n, whole, statistics = chunk.stop - chunk.start, of_shard.problem, of_own.statistics & OF_LOGITS
-    shard = whole.shard
-    assert shard is not None
-    count, grid, target = planes_of(statistics), (cdiv(n, FINISHED_ROWS),), At(of_shard.target, chunk.start)
-    own = rows.rho.new_empty(NUMBERS.value + count, n)
-    launch(
-        own_numbers_kernel,
-        grid,
-        of_own.sums,
-        of_own.of_logits,
-        of_own.ref_exponent,
-        of_own.target_logit,
-        of_own.target,
-        target,
-        own,
-        n,
-        planes_of(of_own.statistics) * n,
-        class_blocks,
-        of_own.block_width,
-        whole.classes,
-        STATISTICS=statistics,
-        BLOCK_N=FINISHED_ROWS,
-        BLOCK_T=BLOCKS_AT_ONCE,
-        num_warps=4,
-    )
-    if not whole.local_classes:
-        own[0] = 0.0
-        own[NUMBERS.value :] = 0.0
-        if statistics & bits.MAX:
-            own[NUMBERS.value] = -torch.inf
-    gathered = vocab_shard.gather(own, shard.ranks, shard.group)
-    sizes = (shard.ranks, n), (shard.ranks, count, n), (n,), (n,)
-    sums, of_logits, exponent, logit = (At(own.new_empty(size), 0) for size in sizes)
-    options: dict[str, Any] = {"STATISTICS": statistics, "BLOCK_N": FINISHED_ROWS, "num_warps": 4}
-    launch(merge_shards_kernel, grid, gathered, sums, of_logits, exponent, logit, n, shard.ranks, **options)
-    own_rows = of_own.target, of_own.ref_exponent
-    return ChunkNumbers(whole, shard.ranks, shard.rows, statistics, sums, of_logits, exponent, logit, target, own_rows)
-
-
-def of_merged_references(numbers: ChunkNumbers) -> ChunkNumbers:
-    """Returns the numbers of a chunk with which rho is that of all shards, the same on all ranks, in place of that of
-    this shard's exponentials."""
-    assert numbers.of_shard is not None
-    return numbers._replace(of_shard=(numbers.of_shard[0], numbers.ref_exponent))
-
-
-def refer_to_own(rows: PackedRows, numbers: ChunkNumbers, chunk: slice) -> None:
-    """Makes rho of `of_merged_references` that of this shard's exponentials: (53)."""
-    rows.rho[chunk] *= torch.exp2(rows.ref_exponent[chunk] - numbers.ref_exponent.tensor)
-
-
-def start_sum(of_shard: ShardRows, part: Tensor) -> ReducedRows:
-    """Starts the sum over the ranks of their parts (n, D) of rows of d_input. With batch_invariant it also ends it."""
-    shard = of_shard.problem.shard
-    assert shard is not None
-    if plan_of(of_shard.problem).batch_invariant:
-        return ReducedRows(vocab_shard.ordered_sum(part, shard.ranks, shard.group), None, 0.0)
-    sent = vocab_shard.sent_by_sum(shard.ranks, part.nbytes, of_own=False)
-    return ReducedRows(part, vocab_shard.start_all_sum(part, shard.group), sent)
-
-
 @triton.jit
 def put_rows_kernel(part_ptr, row_ptr, row_weight_ptr, d_input_ptr, hidden, BLOCK_D: tl.constexpr):
     """Writes part (n, D) to the rows row (n,) int64 of d_input (N, D), rounded once, where row_weight (n,) is not 0.
@@ -260,3 +174,145 @@ def put_sum(reduced: ReducedRows, order: At, row_weight: At, d_input: Tensor) ->
     block = column_block(hidden)
     arrays = reduced.part, order, row_weight, d_input
     launch(put_rows_kernel, (n, cdiv(hidden, block)), *arrays, hidden, BLOCK_D=block, num_warps=4)
+
+
+class PartialSums:
+    """The sums over the ranks of their parts of d_input, a chunk at a time.
+
+    Args:
+        d_input: (N, D), this rank's rows of the result.
+        most_rows: of a chunk.
+        dtype: of the parts.
+    """
+
+    def __init__(self, d_input: Tensor, most_rows: int, dtype: torch.dtype) -> None:
+        self.d_input = d_input
+        self.part = d_input.new_empty((most_rows, d_input.shape[1]), dtype=dtype)
+        # The sum of a chunk that is on its way, the rows of d_input that it is for, and their row weights.
+        self.waiting: tuple[ReducedRows, At, At] | None = None
+
+    def room(self, n: int) -> Tensor:
+        """Returns the memory of the parts (n, D) of a chunk, after the sum of the chunk before."""
+        self.put()
+        return self.part[:n]
+
+    def put(self) -> None:
+        """Waits for the sum that is on its way, if there is one, and writes it to its rows of d_input."""
+        if self.waiting is not None:
+            put_sum(*self.waiting, self.d_input)
+            self.waiting = None
+
+
+class ShardExchange(NoExchange):
+    """What ranks with shards of the vocabulary and the same tokens exchange, in the order of this file.
+
+    Args:
+        problem: of this rank's classes: `of_own_classes`.
+        rows, d_input: of `NoExchange`.
+        whole: the problem of the classes of all shards.
+        waits: whether the sum of d_input of a chunk may end beside the logits of the next chunk.
+    """
+
+    picks_places = False
+    sums_d_input = True
+
+    def __init__(
+        self, problem: Problem, rows: PackedRows, d_input: Tensor | None, whole: Problem, *, waits: bool
+    ) -> None:
+        super().__init__(problem, rows, d_input)
+        assert whole.shard is not None
+        self.whole, self.shard, self.waits = whole, whole.shard, waits
+        self.most_rows = plan_of(problem).scaled_exp_config.most_rows
+        self.in_part: Tensor | None = None  # the rows of a chunk in order
+        self.target = self._start()  # (N,) int64, the class; `rows.target` is its place in this shard, or -1
+        self.sums = None if d_input is None else PartialSums(d_input, self.most_rows, self.shard.dtype)
+
+    def _start(self) -> Tensor:
+        """Writes the target logits of this shard, and the reference exponents of all rows, by the targets' logits of
+        all shards. Returns `target`."""
+        tokens = len(self.rows.order)
+        if tokens:
+            packed_rows.pick(self.problem, self.rows, 0, tokens, None)
+        logit = own_target_logits(self.rows, slice(0, tokens))
+        vocab_shard.all_sum(logit, self.shard.group)
+        place(self.rows, slice(0, tokens), logit)
+        target = self.whole.target[self.rows.order]
+        if self.d_input is not None:
+            self.in_part = torch.arange(self.most_rows, device=target.device)
+        return target
+
+    def merge(self, chunk: Chunk) -> ChunkNumbers:
+        n, whole, numbers = chunk.n, self.whole, chunk.numbers
+        statistics = numbers.statistics & OF_LOGITS
+        ranks, count = self.shard.ranks, planes_of(statistics)
+        grid, target = (cdiv(n, FINISHED_ROWS),), At(self.target, chunk.start)
+        own = self.rows.rho.new_empty(NUMBERS.value + count, n)
+        launch(
+            own_numbers_kernel,
+            grid,
+            numbers.sums,
+            numbers.of_logits,
+            numbers.ref_exponent,
+            numbers.target_logit,
+            numbers.target,
+            target,
+            own,
+            n,
+            planes_of(numbers.statistics) * n,
+            chunk.class_blocks,
+            numbers.block_width,
+            whole.classes,
+            STATISTICS=statistics,
+            BLOCK_N=FINISHED_ROWS,
+            BLOCK_T=BLOCKS_AT_ONCE,
+            num_warps=4,
+        )
+        if not whole.local_classes:
+            own[0] = 0.0
+            own[NUMBERS.value :] = 0.0
+            if statistics & bits.MAX:
+                own[NUMBERS.value] = -torch.inf
+        gathered = vocab_shard.gather(own, ranks, self.shard.group)
+        sizes = (ranks, n), (ranks, count, n), (n,), (n,)
+        sums, of_logits, exponent, logit = (At(own.new_empty(size), 0) for size in sizes)
+        options: dict[str, Any] = {"STATISTICS": statistics, "BLOCK_N": FINISHED_ROWS, "num_warps": 4}
+        launch(merge_shards_kernel, grid, gathered, sums, of_logits, exponent, logit, n, ranks, **options)
+        of_shard = numbers.target, numbers.ref_exponent
+        return ChunkNumbers(
+            whole, ranks, self.shard.rows, statistics, sums, of_logits, exponent, logit, target, of_shard
+        )
+
+    def unit_numbers(self, numbers: ChunkNumbers) -> ChunkNumbers:
+        assert numbers.of_shard is not None
+        return numbers._replace(of_shard=(numbers.of_shard[0], numbers.ref_exponent))
+
+    def refer_to_own(self, chunk: Chunk) -> None:
+        own = self.rows.ref_exponent[chunk.slice]
+        self.rows.rho[chunk.slice] *= torch.exp2(own - chunk.numbers.ref_exponent.tensor)  # (53)
+
+    def room_for_d_input(self, chunk: Chunk) -> tuple[Tensor, At]:
+        assert self.sums is not None
+        assert self.in_part is not None
+        return self.sums.room(chunk.n), At(self.in_part, 0)
+
+    def start_sum(self, chunk: Chunk) -> float:
+        """With batch_invariant the sum also ends here."""
+        if self.sums is None:
+            return 0.0
+        part, ranks, group = self.sums.part[: chunk.n], self.shard.ranks, self.shard.group
+        if plan_of(self.problem).batch_invariant:
+            reduced = ReducedRows(vocab_shard.ordered_sum(part, ranks, group), None, 0.0)
+        else:
+            sent = vocab_shard.sent_by_sum(ranks, part.nbytes, of_own=False)
+            reduced = ReducedRows(part, vocab_shard.start_all_sum(part, group), sent)
+        self.sums.waiting = reduced, At(self.rows.order, chunk.start), At(self.rows.row_weight, chunk.start)
+        return reduced.sent
+
+    def put_sum(self) -> None:
+        if self.sums is not None and not self.waits:
+            self.sums.put()
+
+    def finish_sums(self) -> None:
+        if self.sums is not None:
+            self.sums.put()
+        self.sums = self.in_part = None

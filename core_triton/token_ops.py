@@ -18,9 +18,10 @@ from torch import Tensor
 from core_triton import ops, row_math, token_hook
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import grouped, kept
-from core_triton.ops import Arrays, Factors, Losses, Options, TokenWeights
+from core_triton.ops import Arrays, Losses, Options, TokenWeights
 from core_triton.problem import NOTHING_COMPUTED, Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics, TokenStats
+from core_triton.scaling import Factors, scaled
 from core_triton.token_hook import TokenHook, TokenLoss
 from core_triton.token_losses import Named
 from linear_ce.statistics import BY_ROW, D_ENTROPY, ENTROPY, statistics_for
@@ -150,7 +151,7 @@ class TokenLossAndGradients(torch.autograd.Function):
         of_tokens = zip(d_per_token, ctx.dtypes, strict=True)
         gradients = Gradients(d_input, d_weight, d_bias)
         if any(one is not None for one in gradients):
-            gradients = ops.scaled(gradients, factors, ctx.memory_budget)
+            gradients = scaled(gradients, factors, ctx.memory_budget)
         return None, *gradients, *(None if one is None else (one * d_loss).to(dtype) for one, dtype in of_tokens)
 
 

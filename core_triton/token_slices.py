@@ -24,14 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core_triton import packed_rows, saved_kernels, shard_rows, target_grad, vocab_shard
+from core_triton import packed_rows, row_kernels, saved_kernels, shard_rows, target_grad, vocab_shard
+from core_triton.exchange import Chunk
 from core_triton.launch import At, cdiv, launch
 from core_triton.packed_rows import PackedRows
-from core_triton.problem import Problem
+from core_triton.problem import Problem, plan_of
 from core_triton.row_kernels import PACKED_ROWS, PASSED_ROWS
-from core_triton.shard_rows import ReducedRows
+from core_triton.shard_rows import ReducedRows, ShardExchange
 from core_triton.smoothing import Smoothing
-from core_triton.tile_config import ScaledExpConfig
 
 
 @triton.jit
@@ -100,15 +100,18 @@ class GatheredChunk(NamedTuple):
     chunk: slice
 
 
-class TokenSlices:
-    """The slices of one call."""
+class TokenSlices(ShardExchange):
+    """The slices of one call, and what ranks with different tokens exchange. The arguments are those of
+    `ShardExchange`, but for `waits`: each sum of d_input ends with its chunk."""
 
-    def __init__(self, problem: Problem, rows: PackedRows, config: ScaledExpConfig, *, d_input: bool) -> None:
+    def __init__(self, problem: Problem, rows: PackedRows, d_input: Tensor | None, whole: Problem) -> None:
+        super().__init__(problem, rows, d_input, whole, waits=False)
+
+    def _start(self) -> Tensor:
         """Packs the rows in the order of this file in place of that of `packed_rows`, and starts the first gather.
-        `problem` is that of this rank's classes."""
-        x, shard = problem.input, problem.shard
-        assert shard is not None
-        self.problem, self.rows, self.shard = problem, rows, shard
+        Returns `target`."""
+        problem, rows, shard, x = self.problem, self.rows, self.shard, self.problem.input
+        config = plan_of(problem).scaled_exp_config
         self.slice_rows = config.rows // shard.ranks
         self.chunks = config.chunks(len(problem.target))
         self.slot, self.place = torch.empty_like(rows.order), torch.empty_like(rows.order)
@@ -136,9 +139,16 @@ class TokenSlices:
             num_warps=8,
         )
         self.buffers = x.new_empty((self.chunks[:2][-1].stop, x.shape[1]))  # one after the other
-        self.own_part = x.new_empty((self.slice_rows * d_input, x.shape[1]), dtype=shard.dtype)
-        self.sums: tuple[Tensor, Any] | None = None  # target logits that are on their way
+        own_rows = 0 if self.d_input is None else self.slice_rows
+        self.own_part = x.new_empty((own_rows, x.shape[1]), dtype=shard.dtype)
+        self.target_logits: tuple[Tensor, Any] | None = None  # those of a chunk, whose sums are on their way
         self.gather = self._start_gather(len(self.chunks) - 1)
+        return self.whole.target[rows.order]
+
+    @property
+    def stored_classes(self) -> int:
+        """Those of the largest shard: on all ranks the memory holds as many rows in `add_targets`."""
+        return self.shard.rows
 
     def _start_gather(self, number: int) -> Any:
         """Starts to gather the rows of a chunk."""
@@ -159,65 +169,57 @@ class TokenSlices:
         rows = self.rows._replace(order=self.slot, count=self.counts[number, 0])
         return GatheredChunk(problem, rows, chunk)
 
-    def next(self, chunk: slice) -> GatheredChunk:
-        """Returns a chunk, and starts to gather the rows of the one after it."""
+    def begin(self, chunk: slice) -> tuple[Problem, PackedRows]:
+        """Also starts to gather the rows of the chunk after it."""
         number = self.chunks.index(chunk)
-        if self.sums is None:
-            self._place(number)
-        assert self.sums is not None
-        logit, work = self.sums
+        if self.target_logits is None:
+            self._start_target_logits(number)
+        assert self.target_logits is not None
+        logit, work = self.target_logits
         work.wait()
         shard_rows.place(self.rows, chunk, logit)
         if number:
             self.gather = self._start_gather(number - 1)
-        return self._of(number)
+        return self._of(number)[:2]
 
-    def place_after(self, gathered: GatheredChunk) -> None:
-        """Starts the sum of the target logits of the chunk after this one, whose rows must have arrived."""
-        number = self.chunks.index(gathered.chunk)
-        if number:
-            self._place(number - 1)
-
-    def _place(self, number: int) -> None:
+    def _start_target_logits(self, number: int) -> None:
+        """Starts the sum of the target logits of a chunk, whose rows must have arrived."""
         self.gather.wait()
         problem, rows, chunk = self._of(number)
         packed_rows.pick(problem, rows, chunk.start, chunk.stop - chunk.start, None)
         logit = shard_rows.own_target_logits(rows, chunk)
-        self.sums = logit, vocab_shard.start_all_sum(logit, self.shard.group)
+        self.target_logits = logit, vocab_shard.start_all_sum(logit, self.shard.group)
 
-    def start_sum(self, part: Tensor) -> ReducedRows:
-        """Starts the sums over the ranks of their parts (n, D) of d_input of a chunk, for the rows of this rank."""
-        own = self.own_part[: len(part) // self.shard.ranks]
-        sent = vocab_shard.sent_by_sum(self.shard.ranks, part.nbytes, of_own=True)
-        return ReducedRows(own, vocab_shard.start_own_sum(own, part, self.shard.group), sent)
-
-    def put_sum(self, reduced: ReducedRows, chunk: slice, d_input: Tensor) -> None:
-        """Waits for the sums of a chunk, and writes them to this rank's d_input (N, D)."""
-        start = chunk.start // self.shard.ranks
-        shard_rows.put_sum(reduced, At(self.own_order, start), At(self.own_counts, start), d_input)
-
-    def add_smoothing(
-        self,
-        smoothing: Smoothing,
-        gathered: GatheredChunk,
-        *,
-        target_logit: At,
-        row_weight: At,
-        theta: At | None,
-        loss_out: Tensor,
-    ) -> None:
-        """`Smoothing.add_to_rows` for the rows of a chunk."""
-        chunk, x = gathered.chunk, gathered.problem.input
+    def add_smoothing(self, smoothing: Smoothing, chunk: Chunk) -> None:
+        x = self._of(self.chunks.index(chunk.slice)).problem.input
         loss = torch.zeros(len(x), dtype=torch.float32, device=x.device)  # of each row of x
         of_chunk = replace(smoothing, problem=replace(smoothing.problem, input=x))
-        vectors = {"target_logit": target_logit, "row_weight": row_weight, "theta": theta}
-        of_chunk.add_to_rows(len(x), order=At(self.slot, chunk.start), **vectors, loss_out=loss)
-        loss_out[self.rows.order[chunk]] += loss[self.slot[chunk]]
+        order, vectors = At(self.slot, chunk.start), self._of_smoothing(chunk)
+        of_chunk.add_to_rows(len(x), order=order, **vectors, loss_out=loss)
+        self.rows.loss_out[self.rows.order[chunk.slice]] += loss[self.slot[chunk.slice]]
 
-    def add_targets(self, memory: Tensor, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-        """Adds the targets' terms of all rows to the gradients of the head, if not None. The buffers still have the
-        rows of the input of the first two chunks. The others are gathered once more, as many at a time as `memory`
-        holds, or else a buffer."""
+    def room_for_d_input(self, chunk: Chunk) -> tuple[Tensor, At]:
+        assert self.sums is not None
+        return self.sums.room(chunk.n), At(self.slot, chunk.start)
+
+    def start_sum(self, chunk: Chunk) -> float:
+        """The sum over the ranks is that of the rows of this rank. Also starts the sum of the target logits of the
+        chunk after this one."""
+        sent = 0.0
+        if self.sums is not None:
+            part, ranks = self.sums.part[: chunk.n], self.shard.ranks
+            own, start = self.own_part[: chunk.n // ranks], chunk.start // ranks
+            sent = vocab_shard.sent_by_sum(ranks, part.nbytes, of_own=True)
+            reduced = ReducedRows(own, vocab_shard.start_own_sum(own, part, self.shard.group), sent)
+            self.sums.waiting = reduced, At(self.own_order, start), At(self.own_counts, start)
+        number = self.chunks.index(chunk.slice)
+        if number:
+            self._start_target_logits(number - 1)
+        return sent
+
+    def add_targets(self, d_weight: Tensor | None, d_bias: Tensor | None, memory: Tensor) -> None:
+        """The buffers still have the rows of the input of the first two chunks. The others are gathered once more, as
+        many at a time as `memory` holds, or else a buffer."""
         rows, ranks, tokens = self.rows, self.shard.ranks, self.shard.tokens
         hidden, size = self.problem.input.shape[1], self.chunks[0].stop
         count, classes = rows.count.new_full((), len(rows.order)), self.problem.classes
@@ -238,3 +240,11 @@ class TokenSlices:
             x = memory[: ranks * n * hidden].view(ranks * n, hidden)
             self._start_gather_of(x, first).wait()
             add(x, rows.order // tokens * n + self.place - first, first, first + n)
+
+    def contributing_first(self, shift: Tensor) -> Tensor:
+        return torch.where(self.rows.row_weight != 0, shift, 0.0).sort(descending=True).values
+
+    def finish_call(self, row_weight: Tensor, loss: Tensor | None) -> Tensor | None:
+        if self.d_input is not None:
+            row_kernels.finish_call(row_weight[self.problem.own_tokens], self.d_input, None)
+        return None if loss is None else row_kernels.finish_call(row_weight, None, loss)

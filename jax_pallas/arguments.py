@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_pallas import launch, ops, row_math
+from jax_pallas import launch, row_math
 from jax_pallas.devices import Devices, check_shards, check_tokens, check_unsharded, with_gather
 from jax_pallas.gathering import whole_head
 from jax_pallas.launch import DeviceInfo
+from jax_pallas.options import Options
 from jax_pallas.primitives import varying
 from jax_pallas.token_losses import Named
 from linear_ce.spec import (
@@ -80,7 +81,7 @@ def _check_implementation(implementation: str, input: Array, linear_weight: Any,
 class Call(NamedTuple):
     """One call, checked and flattened."""
 
-    options: ops.Options
+    options: Options
     arrays: tuple[Array, ...]
     row_weight: Array  # (N,) float32
     n_valid: Array  # ()
@@ -159,7 +160,7 @@ def prepare(
     row_weight, n_valid = row_math.row_weights(
         spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes, devices
     )
-    options = ops.Options(
+    options = Options(
         spec=spec,
         classes=classes,
         vocab_axis=vocab_axis,

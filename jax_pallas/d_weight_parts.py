@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from jax_pallas import target_grad, vocab_shard
 from jax_pallas.devices import Devices
+from jax_pallas.exchange import Chunk
 from jax_pallas.head_scatter import HeadScatter
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import CallRows
@@ -73,63 +74,48 @@ class DWeightParts(NamedTuple):
     def is_last(self, chunk: Slice) -> bool:
         return isinstance(chunk.start, int) and chunk.start == self.last_start
 
-    def add(
-        self,
-        rows: CallRows,
-        chunk: Slice,
-        e: Array,
-        x: Array,
-        start: Array | int,
-        sums: Sums,
-        power: Array | None,
-        *,
-        first: bool,
-        sent: float,
-    ) -> tuple[Sums, Array, Array]:
-        """Returns the parts with e^T x of a chunk added, of rows of x already times rho, and e and x for what comes
-        after that. The last chunk returns the rows of this device of their sums over the devices.
+    def add(self, chunk: Chunk, sums: Sums, *, sent: float) -> Sums:
+        """Returns the parts with e^T x of a chunk added, of rows of x already times rho. The last chunk returns the
+        rows of this device of their sums over the devices. e and x of the chunk wait for this.
 
         Args:
-            rows: those of all chunks, if it is the last one.
             sent: of `add_d_weight`, for the first part.
         """
-        last, found = self.is_last(chunk), list[Array]()
-        targets = self._targets(rows) if last else None
+        last, found = self.is_last(chunk.slice), list[Array]()
+        targets = self._targets(chunk.rows) if last else None
         for part, old in enumerate(sums):
-            total = self._multiply(part, chunk, e, x, start, None if first else old, power, sent)
+            total = self._multiply(part, chunk, None if chunk.first else old, sent)
             if targets is not None:
                 total = self._finish(part, total, *targets)
                 # Before the next part, beside which it is sent, and after the sum of the part before: XLA would start
                 # one sum at a time, and all of them behind the last part.
-                found[-1:], total, e, x = lax.optimization_barrier((found[-1:], total, e, x))
+                operands = found[-1:], total, chunk.e, chunk.x
+                found[-1:], total, chunk.e, chunk.x = lax.optimization_barrier(operands)
                 sent = vocab_shard.sent_by_sum(self.scatter.devices, total.nbytes, of_own=True)
                 total = self.scatter.send(total)
-                e = vocab_shard.after_begin(e)
+                chunk.e = vocab_shard.after_begin(chunk.e)
             found.append(total)
         if not last:  # what comes after that may overwrite x
-            found, e, x = lax.optimization_barrier((found, e, x))
-        return tuple(found), e, x
+            found, chunk.e, chunk.x = lax.optimization_barrier((found, chunk.e, chunk.x))
+        return tuple(found)
 
-    def _multiply(
-        self, part: int, chunk: Slice, e: Array, x: Array, start: Array | int, old: Array | None, power: Array | None,
-        sent: float,
-    ) -> Array:  # fmt: skip
+    def _multiply(self, part: int, chunk: Chunk, old: Array | None, sent: float) -> Array:
         """Returns e^T x of the classes of a part, added to `old` if not None: (33) without the targets' terms."""
         from jax_pallas import hopper_gradients
 
         scatter = self.scatter
         return hopper_gradients.add_d_weight(
-            e,
-            x,
-            start,
+            chunk.e,
+            chunk.x,
+            chunk.start,
             vocab=scatter.devices * scatter.sizes[part],
             classes=self.problem.classes,
             vocab_axis=0,
             in_l2=1.0,
-            rows=chunk.size,
+            rows=chunk.slice.size,
             old=old,
             first_class=jnp.int32(scatter.starts[part]),
-            power=power,
+            power=chunk.power,
             float32=True,
             of_shards=hopper_gradients.OfShards(scatter.shard_rows, scatter.sizes[part]),
             sent=sent,

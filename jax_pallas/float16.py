@@ -71,7 +71,7 @@ def place(problem: Problem, rows: CallRows, x: Array, part: Slice) -> CallRows:
 
     The sample has the classes of a class block, at equal distances. The logits of its classes are a small matmul. Of a
     shard of the vocabulary, whose `rows` have the targets' exponents of all shards, the estimate is that of the shard's
-    classes and the target: `shard_rows.merge` takes exponents that differ between devices.
+    classes and the target: `ShardExchange.merge` takes exponents that differ between devices.
     """
     spec, plan = problem.spec, plan_of(problem)
     of_kernels = kernels

@@ -64,6 +64,12 @@ def on_devices(
     return call
 
 
+def places_of_call(options: Options, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The `places` of the arrays of a call."""
+    shared = (1, 4) if options.has_bias else (1,)
+    return shared, (*shared, options.count - 1) if options.has_grad_into else shared
+
+
 def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
     """Runs an operator on the tokens of all devices of `gather_axes`, of which it gathers the rows of the input itself,
     unless it saves rows. Returns the results of this device's tokens."""

@@ -7,17 +7,18 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     scalar reduction     `loss_and_gradients`   plan A, 3 matmuls; undifferentiated plan B, 1 matmul
     reduction="none"     `row_losses`           plan C, 4 matmuls, 2 with a frozen head; undifferentiated plan B
     log-probabilities    `log_probs`            plan C
-    token loss           `token_loss_and_gradients`, or `token_losses` for "none": the plans of the first two lines
+    token loss           `token_loss_and_gradients`, or `token_losses` for "none", of `token_ops.py`: the plans of the
+                         first two lines
     saved_budget         `row_losses` and `log_probs` of `saved_ops.py`: 3 matmuls where all rows are saved, else plan C
 
 A token loss of the entropies takes 4 matmuls in the kernels, and 3 with a frozen head and reduction "none". A scalar
 reduction with grad_into also computes the gradient of the head where it is not differentiated: 2 matmuls. In the other
 calls with grad_into the backward pass adds to it.
 
-The files of a call, in order: this one, `arguments.py`, `ops.py` (with a saved_budget `saved_ops.py` before it),
-`plan.py`, then `scaled_exp.py` (with `float16.py` for float16, or `recompute.py` with `chunked.py`), then the file of a
-kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`, `row_kernels.py`, `saved_kernels.py`
-or `target_grad.py`.
+The files of a call, in order: this one, `arguments.py`, `ops.py` (`token_ops.py` for a token loss; with a saved_budget
+`saved_ops.py` before it), `plan.py`, then `scaled_exp.py` (with `float16.py` for float16, or `recompute.py` with
+`chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,
+`row_kernels.py`, `saved_kernels.py` or `target_grad.py`.
 """
 
 import math
@@ -31,10 +32,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_pallas import elementwise, ops, row_math, saved_ops
+from jax_pallas import elementwise, ops, row_math, saved_ops, token_ops
 from jax_pallas.arguments import Call, check_per_token, prepare
 from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
+from jax_pallas.options import TokenOptions
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
 from linear_ce.spec import HeadPrecision, LossSpec, Reduction
@@ -590,9 +592,9 @@ def _token_loss(
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
         )
         return loss, TokenStats(*empty)
-    token = ops.TokenOptions(call.options, function, len(flat), stats, with_entropy)
+    token = TokenOptions(call.options, function, len(flat), stats, with_entropy)
     operands = (*call.arrays, *flat, *closure)
-    loss, *found = (ops.token_loss_and_gradients if scalar else ops.token_losses)(token, *operands)
+    loss, *found = (token_ops.token_loss_and_gradients if scalar else token_ops.token_losses)(token, *operands)
     rest = iter(found)
     made = (jax.lax.stop_gradient(next(rest)).reshape(call.leading) if wanted else None for wanted in stats)
     of_tokens = TokenStats(*made)

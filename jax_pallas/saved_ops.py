@@ -31,9 +31,10 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, ops
+from jax_pallas.batching import operator_of_rows
 from jax_pallas.gathering import own_part
 from jax_pallas.launch import DeviceInfo, Lowering
-from jax_pallas.ops import Arrays, Options
+from jax_pallas.options import Arrays, Options
 from jax_pallas.plan import ExecutionPlan, Stage, why_unsaved
 from jax_pallas.primitives import opaque
 from jax_pallas.problem import (
@@ -47,6 +48,7 @@ from jax_pallas.problem import (
     plan_of,
 )
 from jax_pallas.row_math import RowStatistics
+from jax_pallas.scaling import summed_over_devices
 from jax_pallas.slicing import is_symbolic
 from linear_ce.chunking import SavedRowCount, choose_saved_rows, plan_passes
 
@@ -219,7 +221,7 @@ def _of_upstream(options: Options, kept: Any, d_loss: Array) -> Any:
     arrays, _, lse, saved, needs_grad = kept
     factor = jnp.where(options.row_weight(arrays) != 0, d_loss, 0.0)
     gradients = _saved_gradients((options, needs_grad), arrays, factor, lse, saved)
-    return options.cotangents(ops.summed_over_devices(options, gradients, None, arrays)[0])
+    return options.cotangents(summed_over_devices(options, gradients, None, arrays)[0])
 
 
 @opaque("linear_ce_saved_losses")
@@ -331,5 +333,5 @@ def _saved_gradients(
     return d_head._replace(d_input=d_input, d_weight=own_part(options, problem, d_head.d_weight))
 
 
-row_losses = ops.operator_of_rows("linear_ce_saved_row_losses", _row_losses)
-log_probs = ops.operator_of_rows("linear_ce_saved_log_probs", _log_probs)
+row_losses = operator_of_rows("linear_ce_saved_row_losses", _row_losses)
+log_probs = operator_of_rows("linear_ce_saved_log_probs", _log_probs)

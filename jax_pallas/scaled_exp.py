@@ -12,14 +12,15 @@ rank one (`smoothing.py`). The backward pass of plan C runs it too, with the ups
 contribute. The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`, for float16 `float16.fit`
+    loss, and the factors of rows; x becomes rho x        `_finish_rows`, for float16 `_fit_in_float16`
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
-A token loss is called between the first two steps (`_call_token_loss`). The weights of (35) take the place of the row
-weights in the steps after it.
+`ScaledExpCall` is one call: its method `run` has the steps of the call, and `_chunk` those of a chunk. A token loss is
+called between the first two steps (`_call_token_loss`). The weights of (35) take the place of the row weights in the
+steps after it.
 
-At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first two steps, in any
+At the end the targets' terms of d_weight are added for all rows (`_finish_head`). Plan B is the first two steps, in any
 dtype. It stores only the sums.
 
 A float32 head may be split in two matrices of the input's dtype: (39). The Hopper kernel of the logits, and XLA's
@@ -34,10 +35,11 @@ d_input replace them. So a chunk takes little memory besides its exponentials.
 
 Where devices gathered the head, d_weight is added up in parts, and the last chunk sends them: `d_weight_parts.py`.
 
-Where devices have shards of the vocabulary (`shard_rows.py`), `_run` has the problem of the device's own classes, and
+Where devices have shards of the vocabulary (`shard_rows.py`), the problem is that of the device's own classes, and
 between the first two steps the devices exchange the numbers of the rows. d_input is then a sum over the devices, in
 float32 of one chunk. It is computed before d_weight, beside which it is summed. Devices that divide the tokens too
-gather the rows of a chunk while they compute the one before: `token_slices.py`.
+gather the rows of a chunk while they compute the one before: `token_slices.py`. `exchange.py` has the methods that a
+call needs of either, and those of a device with the whole head.
 """
 
 from typing import Any, NamedTuple
@@ -59,18 +61,19 @@ from jax_pallas import (
     vocab_shard,
 )
 from jax_pallas.d_weight_parts import DWeightParts, Sums
+from jax_pallas.exchange import Chunk, NoExchange
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.head_rows import target_rows, times_head
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, halves, plan_of
-from jax_pallas.row_kernels import CallRows, ChunkNumbers, TargetPlaces
+from jax_pallas.row_kernels import CallRows, ChunkNumbers
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.row_statistics import finish_statistics
-from jax_pallas.shard_rows import ShardRows
+from jax_pallas.shard_rows import ShardExchange
 from jax_pallas.slicing import Slice, over_chunks, over_slices
 from jax_pallas.smoothing import Smoothing
 from jax_pallas.tile_config import ROW_BLOCK
 from jax_pallas.token_hook import TokenHook, TokenRows
-from jax_pallas.token_slices import GatheredChunk, TokenSlices
+from jax_pallas.token_slices import TokenSlices
 from linear_ce.gpus import share_added_in_l2
 from linear_ce.statistics import BY_ROW, MAX, OF_BLOCKS, OF_LOGITS, SHIFTS
 
@@ -100,10 +103,8 @@ class Carry(NamedTuple):
     held: Array | None  # (N, D): input's rows, then d_input's; with `TokenSlices` d_input's rows of this device
     d_weight: Array | None
     d_bias: Array | None  # (K,) float32
-    ahead: GatheredChunk | None = None  # the next chunk, of `TokenSlices`
+    exchanged: Any = None  # what has begun and not ended yet, of the methods of `NoExchange`
     parts: Sums | None = None  # of d_weight, in its place, of `DWeightParts`
-    # With shards and saved exponentials: a chunk and its rows of d_input, whose sum ends beside the logits of the next.
-    waiting: tuple[Slice, Array] | None = None
 
 
 def scaled_exp(
@@ -119,12 +120,11 @@ def scaled_exp(
         The weighted loss of each row (N,); the statistics of the rows, those of the logits only if they are in
         `statistics` (the largest ones are inf otherwise); and the gradients of the sum.
     """
-    smoothing = Smoothing.of(problem, scales)
-    whole = problem if smoothing is None else smoothing.problem
-    rows, gradients, found = _run(whole, needs_grad, None, smoothing, statistics=statistics, scales=scales)
+    call = ScaledExpCall(problem, needs_grad, statistics=statistics, scales=scales)
+    rows, gradients, found = call.run()
     loss, of_call = rows.loss[: problem.tokens], _statistics_of_call(problem, rows, found)
-    if smoothing is not None:
-        loss = smoothing.losses(loss, of_call.target_logit)
+    if call.smoothing is not None:
+        loss = call.smoothing.losses(loss, of_call.target_logit)
     return loss, of_call, gradients
 
 
@@ -145,7 +145,7 @@ def save_rows(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tu
     head = needs_grad.d_weight or needs_grad.d_bias
     needs_grad = NeedsGrad(needs_grad.d_input, False, False)
     statistics, units = statistics & ~BY_ROW, needs_grad.d_input and plan_of(problem).fits_float16
-    rows, gradients, found = _run(problem, needs_grad, None, None, statistics=statistics, saves=head, units=units)
+    rows, gradients, found = ScaledExpCall(problem, needs_grad, statistics=statistics, saves=head, units=units).run()
     saved = SavedRows(None, gradients.d_input, None, None)
     if found.saved is not None:
         saved = saved._replace(**found.saved._asdict())
@@ -194,7 +194,7 @@ def saved_gradients(
             d_weight, x = lax.optimization_barrier((d_weight, x))  # chunks one after the other
             d_weight = _add_d_weight(problem, chunk, e, x, 0, d_weight, power, first=first)
     target = jnp.where((problem.target >= 0) & (problem.target < problem.classes), problem.target, -1)
-    d_weight, d_bias = _add_targets(problem, target.astype(jnp.int32), theta, theta, d_weight, d_bias)
+    d_weight, d_bias = target_grad.add_to_head(problem, target.astype(jnp.int32), theta, theta, d_weight, d_bias)
     if d_weight is not None:
         d_weight = shard_rows.clear_padding(problem, d_weight, problem.vocab_axis)
     if d_bias is not None and b is not None:
@@ -212,135 +212,397 @@ def token_loss_and_gradients(
         The results of all rows; their log-probabilities and statistics if there are `statistics`; and the gradients of
         the sum of their losses.
     """
-    _, gradients, (rows, found, _) = _run(problem, needs_grad, hook, None, statistics=statistics, scales=scales)
+    call = ScaledExpCall(problem, needs_grad, statistics=statistics, hook=hook, scales=scales)
+    _, gradients, (rows, found, _) = call.run()
     assert rows is not None
     rows = rows._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), rows.d_closure))
     nll = None if found is None else found.nll
     return rows, None if nll is None else 0.0 - nll, found, gradients
 
 
-def _run(
-    problem: Problem,
-    needs_grad: NeedsGrad,
-    hook: TokenHook | None,
-    smoothing: Smoothing | None,
-    *,
-    statistics: int,
-    saves: bool = False,
-    units: bool = False,
-    scales: Scales = None,
-) -> tuple[CallRows, Gradients, OfTokens]:
-    """Returns the rows of the call, the gradients and what is known of the tokens. In the results of a token loss, the
-    gradients of the closure (chunks, ...) are those of each chunk. With `saves` the exponentials are saved. With
-    `units` d_input, rho and theta have the scales of `float16.unit_scale`."""
-    config, tokens, bias_scale = plan_of(problem).scaled_exp_config, problem.tokens, None
-    if scales is not None and problem.grad_into is not None:
-        scales, bias_scale = (scales[0], jnp.float32(1.0)), scales[1]
-    slices, token_parts = None, problem.devices.token_parts
-    if token_parts > 1:
-        problem, hook = token_slices.in_order_of_chunks(problem, hook)
-    whole, (target, row_weight) = problem, row_kernels.call_rows(problem)
-    whole_target, shards = target, bool(problem.devices.vocab_axes)
-    if shards:  # below, `problem` has the classes of this device
-        problem = shard_rows.of_own_classes(problem)
-        target, _ = row_kernels.call_rows(problem)
-    if hook is not None:  # until `_call_token_loss` replaces them
-        row_weight = (row_weight != 0).astype(jnp.float32)
-    last_start, gradients = config.last_start(tokens), any(needs_grad) or saves
-    others = last_start // config.rows  # chunks, besides the last
-    flags = others * row_kernels.chunk_flags(config.rows) + row_kernels.chunk_flags(config.first_rows or config.rows)
-    options: dict[str, Any] = {"flags": flags, "largest": statistics & MAX != 0, "gradients": gradients}
-    if token_parts == 1:
-        rows, held = row_kernels.pick(problem, target, row_weight, holds=needs_grad.d_input, **options)
-    else:
-        slices = TokenSlices(problem, whole.devices)
-        rows = row_kernels.no_rows_yet(problem, target, row_weight, **options)
-        held = lax.empty(problem.input.shape, problem.input.dtype) if needs_grad.d_input else None
-    of_shard = None
-    if slices is not None:
-        of_shard = ShardRows(whole, whole_target)
-    elif shards:
-        rows, of_shard = shard_rows.start(rows, whole_target, whole)
-    if slices is None and plan_of(problem).fits_float16:
-        rows = float16.place(problem, rows, problem.input if held is None else held, Slice(0, tokens, None))
-    places = row_kernels.call_places(problem, target, others + 1)
-    parts = None
-    if needs_grad.d_weight:
-        parts = DWeightParts.of(problem, whole.devices, smoothing, scales, chunks=others + 1)
+class ScaledExpCall:
+    """One call of plan A, or of plan B if no gradient is needed. `run` computes it.
 
-    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
-        shared = of_shard, slices, hook, smoothing, scales, statistics, parts
-        options = {"first": first, "gradients": gradients, "saves": saves, "units": units}
-        return _chunk(problem, carry, chunk, places, *shared, **options)
+    Args:
+        problem: of all classes.
+        hook: a token loss in place of the cross-entropy, for plan A without class weights and z-loss.
+        scales: those of `scaled_exp`.
+        saves: the exponentials are saved, and the gradients of the head are not computed.
+        units: d_input, rho and theta have the scales of `float16.unit_scale`.
+    """
 
-    carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
-    if slices is not None:
-        carry = carry._replace(ahead=slices.start(rows))
-    starts = smoothing is not None and plan_of(problem).fits_float16
-    if parts is not None:
-        carry = carry._replace(parts=parts.empty())
-    elif needs_grad.d_weight:
+    def __init__(
+        self,
+        problem: Problem,
+        needs_grad: NeedsGrad,
+        *,
+        statistics: int,
+        hook: TokenHook | None = None,
+        scales: Scales = None,
+        saves: bool = False,
+        units: bool = False,
+    ) -> None:
+        self.needs_grad, self.statistics, self.saves, self.units = needs_grad, statistics, saves, units
+        self.gradients, self.by_row = any(needs_grad) or saves, statistics & BY_ROW != 0
+        self.smoothing = Smoothing.of(problem, scales)
+        if self.smoothing is not None:
+            problem = self.smoothing.problem
+        self.scales, self.bias_scale = scales, None
+        if scales is not None and problem.grad_into is not None:
+            self.scales, self.bias_scale = (scales[0], jnp.float32(1.0)), scales[1]
+        self.exchange, self.hook = _exchange_of(problem, hook)
+        self.problem = self.exchange.problem  # of the classes of this device
+        plan = plan_of(problem)
+        self.config, self.fits = plan.scaled_exp_config, plan.fits_float16 and self.gradients
+        # In float16 the terms of label smoothing are in d_weight before those of the first chunk.
+        self.starts_smooth = self.smoothing is not None and plan.fits_float16
+        self.last_start = self.config.last_start(problem.tokens)
+        self.chunks = self.last_start // self.config.rows + 1
+        self.rows, self.held = self._pick_rows()
+        self.places = row_kernels.call_places(self.problem, self.exchange.target, self.chunks)
+        self.parts = None
+        if needs_grad.d_weight:
+            options = self.smoothing, self.scales
+            self.parts = DWeightParts.of(self.problem, problem.devices, *options, chunks=self.chunks)
+
+    def _pick_rows(self) -> tuple[CallRows, Array | None]:
+        """Returns the rows of the call, and the memory of d_input if it is needed."""
+        config, row_weight = self.config, self.exchange.row_weight
+        if self.hook is not None:  # until `_call_token_loss` replaces them
+            row_weight = (row_weight != 0).astype(jnp.float32)
+        flags = (self.chunks - 1) * row_kernels.chunk_flags(config.rows)
+        flags += row_kernels.chunk_flags(config.first_rows or config.rows)
+        options: dict[str, Any] = {"flags": flags, "largest": self.statistics & MAX != 0, "gradients": self.gradients}
+        return self.exchange.pick(row_weight, holds=self.needs_grad.d_input, **options)
+
+    def run(self) -> tuple[CallRows, Gradients, OfTokens]:
+        """Returns the rows of the call, the gradients and what is known of the tokens. In the results of a token loss,
+        the gradients of the closure (chunks, ...) are those of each chunk."""
+        carry = self._start()
+        carry, found = self._over_saved_chunks(carry) if self.saves else self._over_chunks(carry)
+        carry = self._finish_head(carry)
+        return self._results(carry, found)
+
+    def _start(self) -> Carry:
+        """Returns what the first chunk takes."""
+        problem = self.problem
+        d_bias = jnp.zeros(problem.classes, jnp.float32) if self.needs_grad.d_bias else None
+        carry = Carry(self.rows, self.held, None, d_bias, self.exchange.start(self.rows))
+        if self.parts is not None:
+            return carry._replace(parts=self.parts.empty())
+        if not self.needs_grad.d_weight:
+            return carry
         sums = problem.grad_into
-        if smoothing is not None and starts:
-            sums = smoothing.start_head(sums)
+        if self.smoothing is not None and self.starts_smooth:
+            sums = self.smoothing.start_head(sums)
         elif sums is None:  # overwritten by the first chunk
             dtype = jnp.float32 if problem.casts_head else problem.input.dtype
             sums = lax.empty(problem.linear_weight.shape, dtype)
-        carry = carry._replace(d_weight=sums)
-    # XLA's GEMM adds to d_weight in place only inside a loop. A loop of vocabulary chunks copies a float32 head.
-    unrolls = needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.casts_head
-    if not saves:
-        over: dict[str, Any] = {"full": last_start, "unrolls": unrolls, "separate_end": parts is not None}
-        carry, found = over_chunks(body, carry, tokens, config.rows, **over)
-    else:  # the chunks' exponentials stay where they are written
-        chunks = []
-        for start in range(0, tokens, config.rows):
-            carry, one = body(carry, Slice(start, min(config.rows, tokens - start), None), first=start == 0)
-            waiting = carry.waiting
-            carry, one = lax.optimization_barrier((carry._replace(waiting=None), one))
-            carry = carry._replace(waiting=waiting)
+        return carry._replace(d_weight=sums)
+
+    def _over_chunks(self, carry: Carry) -> tuple[Carry, OfTokens]:
+        """Runs all chunks."""
+        problem, separate = self.problem, self.parts is not None
+        # XLA's GEMM adds to d_weight in place only inside a loop. A loop of vocabulary chunks copies a float32 head.
+        unrolls = self.needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.casts_head
+        over: dict[str, Any] = {"full": self.last_start, "unrolls": unrolls, "separate_end": separate}
+        return over_chunks(self._chunk, carry, problem.tokens, self.config.rows, **over)
+
+    def _over_saved_chunks(self, carry: Carry) -> tuple[Carry, OfTokens]:
+        """Runs all chunks, whose exponentials stay where they are written."""
+        chunks, tokens = [], self.problem.tokens
+        for start in range(0, tokens, self.config.rows):
+            rows = Slice(start, min(self.config.rows, tokens - start), None)
+            carry, one = self._chunk(carry, rows, first=start == 0)
+            exchanged = carry.exchanged
+            carry, one = lax.optimization_barrier((carry._replace(exchanged=None), one))
+            carry = carry._replace(exchanged=exchanged)
             chunks.append(one)
-        if carry.waiting is not None:
-            assert carry.held is not None
-            chunk, total = carry.waiting
-            carry = carry._replace(held=chunk.put(carry.held, total))
+        carry = carry._replace(held=self.exchange.end_sum(carry.held, carry.exchanged), exchanged=None)
         e = tuple(one.saved.e for one in chunks if one.saved is not None)
         without_e = (one._replace(saved=one.saved and one.saved._replace(e=None)) for one in chunks)
         found = jax.tree.map(lambda *of_chunks: jnp.concatenate(of_chunks), *without_e)
-        found = found._replace(saved=found.saved._replace(e=e))
-    if shards and not saves and (smoothing is not None or plan_of(problem).fits_float16):
-        # Or the last sum of d_input would begin beside what follows. With saved rows d_weight follows, as it should.
-        carry = lax.optimization_barrier(carry)
-    rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
-    if scales is not None and rows.theta is not None:  # so far they are scaled as d_input is
-        rows = rows._replace(theta=rows.theta * (scales[1] / scales[0]))
-        d_bias = None if d_bias is None else d_bias * (scales[1] / scales[0])
-    if d_weight is not None or d_bias is not None:
-        assert rows.theta is not None
-        if slices is None:
-            d_weight, d_bias = _add_targets(problem, rows.target, rows.row_weight, rows.theta, d_weight, d_bias)
+        return carry, found._replace(saved=found.saved._replace(e=e))
+
+    def _chunk(self, carry: Carry, rows: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
+        """Computes one chunk of rows. Returns the carry and what is known of its tokens."""
+        chunk, found = self._rows_of_input(carry, rows, first=first), OfTokens(None, None)
+        self._store_exponentials(chunk)
+        self.exchange.merge(chunk, by_row=self.by_row)
+        if self.hook is not None:
+            found = self._call_token_loss(self.hook, chunk)
+        self._finish_rows(chunk)
+        if self.smoothing is not None and self.gradients:
+            self._add_smoothing(self.smoothing, chunk)
+        if self.units:
+            self._scale_units(chunk)
+        if self.fits:
+            self._fit_in_float16(chunk)
+        if self.hook is None and self.statistics & OF_LOGITS & ~MAX:
+            found = found._replace(statistics=finish_statistics(chunk.numbers, chunk.rows, chunk.slice))
+        if self.saves or self.units:
+            found = found._replace(saved=self._save(chunk))
+        carry = carry._replace(rows=chunk.rows, exchanged=chunk.exchanged)
+        if not self.gradients:
+            return carry, found
+        if chunk.others is not None:
+            return self._first_gradients(carry, chunk), found
+        return self._add_gradients(carry, chunk), found
+
+    def _rows_of_input(self, carry: Carry, rows: Slice, *, first: bool) -> Chunk:
+        """Returns a chunk with its rows of the input."""
+        problem, config = self.problem, self.config
+        size, in_d_weight = config.kernel_rows(rows.size), None
+        if first and config.first_rows:
+            assert carry.d_weight is not None
+            in_d_weight = memory_of(carry.d_weight, problem.input.dtype)
+        of_call, gathered, exchanged = self.exchange.begin(carry.rows, rows, carry.exchanged, first=first)
+        start = 0
+        if gathered is not None:
+            x = gathered
+        elif carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
+            x = rows.of(carry.held)
+        elif carry.held is not None:
+            x, start = carry.held, rows.start
+        elif self.gradients:
+            x = jnp.pad(problem.rows(rows), ((0, size - rows.size), (0, 0)))
+        else:  # a row reaches no sum but its own, so rows that do not contribute may stay
+            x, start = problem.input, rows.start
+        first_flag = rows.start // config.rows * row_kernels.chunk_flags(config.rows)
+        numbers = rows.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
+        place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
+        return Chunk(rows, size, first, place, of_call, x, start, exchanged, in_d_weight)
+
+    def _store_exponentials(self, chunk: Chunk) -> None:
+        """Stores a chunk's exponentials e (n, padded(K)), if there are gradients, and makes the numbers of its rows:
+        their sums, and the targets' logits and summands.
+
+        With `in_d_weight` e has the first classes only, and the others are there: `first_chunk.py`.
+
+        The rows of the chunk start at row `start` of x. The chunk may end after the last row of the call: the reference
+        exponent there is inf, so the exponentials are zeros. The Hopper kernels may add more rows of zeros to e.
+
+        Row blocks whose sums leave the range are computed again with reference exponents from their largest logits. The
+        host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
+        nothing to do.
+        """
+        problem, plan, rows, size = self.problem, plan_of(self.problem), chunk.rows, chunk.size
+        of_shard, statistics = self.exchange.of_shard, self.statistics
+        places = row_kernels.target_places(problem, rows.target, chunk.slice, size, self.places)
+        bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
+        of_rows = chunk.tiles.of(rows.ref_exponent), chunk.tiles.of(rows.target)
+        arrays = chunk.x, problem.linear_weight, bias, *of_rows
+        options = {
+            **static_args(problem, size, problem.classes),
+            "stores": self.gradients,
+            "statistics": statistics & (OF_BLOCKS | BY_ROW) | SHIFTS * self.fits,
+        }
+        if problem.class_count is not None:
+            options["count"] = problem.class_count
+        if places is None:  # these kernels split or round the head themselves
+            options["head_parts"] = 1 + problem.spec.splits_head
+            found = kernels.exponentials(*arrays, chunk.place[row_kernels.FIRST_OF_X], **options)
         else:
-            d_weight, d_bias = slices.add_targets(rows, d_weight, d_bias)
-        if smoothing is not None:
-            d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
+            from jax_pallas import hopper_logits
+
+            in_chunk = lax.dynamic_index_in_dim(places.places, places.index, keepdims=False)
+            in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
+            arrays = *arrays, in_chunk, chunk.place[row_kernels.FIRST_OF_X]
+            others = chunk.in_d_weight
+            if others is not None:
+                options["piece"] = self.config.piece
+            if problem.casts_head:
+                found = hopper_logits.exponentials_of_float32_head(problem, arrays, others, options, of_shard=of_shard)
+            else:
+                found = hopper_logits.exponentials(*arrays, others, **options)
+        rows, joined = row_kernels.join_blocks(rows, chunk.place, size, found.sums, found.tops, of_shard=of_shard)
+        total = joined.total if plan.batch_invariant else None
+        chunk.rows, found, repaired = kernels.repair(
+            problem, chunk.x, rows, chunk.place, size, found, total, statistics, of_shard=of_shard
+        )
+        assert plan.tile is not None
+        chunk.numbers = ChunkNumbers(problem, found, places, joined, repaired, plan.tile.block_v)
+
+    def _call_token_loss(self, hook: TokenHook, chunk: Chunk) -> OfTokens:
+        """Puts the weights of (35) in place of a chunk's row weights. Returns the results of the chunk.
+
+        `row_kernels.finish_rows` runs as in plan B. With row weights of 1 its losses are the negative log-likelihoods.
+        """
+        numbers, rows, part, theta = chunk.numbers, chunk.rows._replace(theta=None), chunk.slice, chunk.rows.theta
+        without_e = numbers._replace(found=numbers.found._replace(e=None, others=None))
+        rows, *_ = row_kernels.finish_rows(without_e, rows, chunk.place, chunk.size, None, by_row=True)
+        statistics = finish_statistics(numbers, rows, part) if self.statistics & ~BY_ROW else None
+        log_prob = 0.0 - part.of(rows.loss)  # -loss could be -0.0
+        found = hook.of_chunk(part, log_prob, part.of(self.problem.row_weight))
+        chunk.rows = rows._replace(row_weight=part.put(rows.row_weight, found.gradient_weight), theta=theta)
+        d_closure = jax.tree.map(lambda gradient: gradient[None], found.d_closure)
+        return OfTokens(found._replace(d_closure=d_closure), statistics)
+
+    def _finish_rows(self, chunk: Chunk) -> None:
+        """Computes the results of a chunk's rows; with gradients the factors rho and theta too, and x times rho if it
+        is an operand of d_weight, unless `_fit_in_float16` does this."""
+        by_row = self.by_row and (plan_of(self.problem).batch_invariant or not self.gradients)
+        x = chunk.x if self.needs_grad.d_weight and not self.fits else None
+        arrays = chunk.numbers, chunk.rows, chunk.place, chunk.size, x
+        chunk.rows, found, x, rho = row_kernels.finish_rows(*arrays, by_row=by_row)
+        if x is not None:
+            chunk.x = x
+        if found.e is not None and rho is not None:
+            chunk.e, chunk.others, chunk.rho = found.e, found.others, rho
+
+    def _add_smoothing(self, smoothing: Smoothing, chunk: Chunk) -> None:
+        """Adds the terms of label smoothing to theta; of float16 also makes those of d_input."""
+        part, rows = chunk.slice, chunk.rows
+        assert rows.theta is not None
+        row_weight = part.of(rows.row_weight)
+        if self.exchange.of_shard:  # the target's term is the target's device's
+            row_weight = jnp.where(part.of(rows.target) >= 0, row_weight, 0.0)
+        theta = smoothing.add_to_theta(part.of(rows.theta), row_weight)
+        chunk.rows = rows._replace(theta=part.put(rows.theta, theta))
+        if self.fits:
+            chunk.smooth = smoothing.of_input(chunk.tiles.of(rows.row_weight))
+
+    def _scale_units(self, chunk: Chunk) -> None:
+        """Divides the factors of a chunk's rows by the scales of `float16.unit_scale`."""
+        part, rows = chunk.slice, chunk.rows
+        assert rows.theta is not None
+        whole, target = self.exchange.classes_of(rows)
+        scale = float16.unit_scale(whole, rows, target, part)
+        chunk.rows = rows._replace(theta=part.put(rows.theta, part.of(rows.theta) / scale))
+        chunk.rho = chunk.rho / jnp.pad(scale, (0, chunk.size - part.size), constant_values=1.0)
+        chunk.unit_scale = scale
+
+    def _fit_in_float16(self, chunk: Chunk) -> None:
+        """Makes what the matmuls of a chunk's gradients take fit the range of float16."""
+        found = chunk.numbers.found._replace(e=chunk.e, others=chunk.others)
+        arrays = chunk.rows, chunk.place, chunk.size, found, chunk.e, chunk.x, chunk.rho
+        fitted = float16.fit(*arrays, scales_x=self.needs_grad.d_weight, scales=self.scales)
+        chunk.rows, chunk.e, chunk.others, x, chunk.rho, chunk.power = fitted
+        if x is not None:
+            chunk.x = x
+
+    def _save(self, chunk: Chunk) -> SavedChunk:
+        """Returns what is saved of a chunk."""
+        if not self.saves:
+            return SavedChunk(None, None, chunk.unit_scale)
+        chunk.e = saved_kernels.clear(chunk.e, chunk.rho)
+        return SavedChunk(chunk.e, chunk.rho[: chunk.slice.size], chunk.unit_scale)
+
+    def _add_gradients(self, carry: Carry, chunk: Chunk) -> Carry:
+        """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. d_input is summed over
+        the devices beside the matmul of d_weight, or if rows are saved beside the logits of the next chunk."""
+        d_bias, total, sent = self._add_d_bias(carry.d_bias, chunk), None, 0.0
+        if carry.held is not None and self.exchange.of_shard:
+            part = _part_of_d_input(self.problem, chunk.rows, chunk.slice, chunk.e, chunk.rho)
+            # Before d_weight, beside which it is summed.
+            part, chunk.e, chunk.x = lax.optimization_barrier((part, chunk.e, chunk.x))
+            total, sent = self.exchange.start_sum(part)
+            if self.saves:
+                held, exchanged = self.exchange.wait_with_sum(chunk, total)
+                return carry._replace(held=held, exchanged=exchanged)
+            chunk.e = vocab_shard.after_begin(chunk.e)
+        parts, d_weight, held = carry.parts, carry.d_weight, carry.held
+        if self.parts is not None and parts is not None:
+            parts = self.parts.add(chunk, parts, sent=sent)
+        if d_weight is not None:
+            d_weight = self._add_d_weight(chunk, d_weight, sent)
+        if held is not None and not self.exchange.gathers_rows:
+            # The rows of d_input, and before them the targets' rows of the head, replace those of x after it was read.
+            chunk.x, d_weight, target = lax.optimization_barrier((chunk.x, d_weight, chunk.rows.target))
+            chunk.rows = chunk.rows._replace(target=target)
+        if held is not None and total is not None:
+            held = self.exchange.put_sum(held, chunk, total)
+        elif held is not None:
+            arrays = chunk.rows, chunk.slice, chunk.e, chunk.x, chunk.rho
+            held = _store_d_input(self.problem, *arrays, smooth=chunk.smooth)
+        return Carry(chunk.rows, held, d_weight, d_bias, chunk.exchanged, parts)
+
+    def _add_d_bias(self, d_bias: Array | None, chunk: Chunk) -> Array | None:
+        """Adds the sums of a chunk's exponentials times rho to d_bias, if not None."""
+        if d_bias is None:
+            return None
+        n = chunk.slice.size
+        of_rows = chunk.e[:n, : self.problem.classes].astype(jnp.float32) * chunk.rho[:n, None]
+        return d_bias + of_rows.sum(0)
+
+    def _add_d_weight(self, chunk: Chunk, d_weight: Array, sent: float) -> Array:
+        """Adds a chunk to d_weight, while this GPU sends so many bytes."""
+        started = chunk.smooth is not None or self.problem.grad_into is not None
+        beside = {"first": chunk.first, "started": started, "sent": sent}
+        arrays = chunk.slice, chunk.e, chunk.x, chunk.start, d_weight, chunk.power
+        d_weight = _add_d_weight(self.problem, *arrays, **beside)
+        if chunk.power is not None and not plan_of(self.problem).d_weight_kernel:
+            # XLA would compute the matmul of d_input before, so that the sums of both are in memory at the same time.
+            d_weight, chunk.e = lax.optimization_barrier((d_weight, chunk.e))
+        return d_weight
+
+    def _first_gradients(self, carry: Carry, chunk: Chunk) -> Carry:
+        """Returns the gradients of a first chunk with exponentials in the memory of d_weight, `others`, but for the
+        targets' terms. d_weight is written last."""
+        from jax_pallas import hopper_gradients
+
+        problem, e, x, rho, n = self.problem, chunk.e, chunk.x, chunk.rho, chunk.slice.size
+        rows, held, d_weight, d_bias = chunk.rows, carry.held, chunk.others, carry.d_bias
+        assert d_weight is not None
+        if d_bias is not None:
+            first = FirstChunk.of(e.shape[1], n, d_weight.shape[1])
+            d_bias = d_bias + first.class_sums(e, d_weight, rho, problem.classes)
+        if held is not None:
+            # The targets' rows of the head replace those of x in `held` after they were copied.
+            x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
+            rows = rows._replace(target=target)
+            held = _store_d_input(problem, rows, chunk.slice, e, held, rho, d_weight)
+        d_weight, held, d_bias = lax.optimization_barrier((d_weight, held, d_bias))
+        options = {"classes": problem.classes, "rows": n, "power": chunk.power}
+        d_weight = hopper_gradients.write_d_weight(e, x, 0, d_weight, **options)
+        if problem.spec.splits_head:
+            d_weight = float32_of(d_weight)
+        return carry._replace(rows=rows, held=held, d_weight=d_weight, d_bias=d_bias)
+
+    def _finish_head(self, carry: Carry) -> Carry:
+        """Adds the targets' terms and those of label smoothing to the gradients of the head."""
+        problem, scales, smoothing = self.problem, self.scales, self.smoothing
+        if self.exchange.of_shard and not self.saves and (smoothing is not None or plan_of(problem).fits_float16):
+            # Or the last sum of d_input would begin beside what follows. With saved rows d_weight follows, as it
+            # should.
+            carry = lax.optimization_barrier(carry)
+        rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
+        if scales is not None and rows.theta is not None:  # so far they are scaled as d_input is
+            rows = rows._replace(theta=rows.theta * (scales[1] / scales[0]))
+            d_bias = None if d_bias is None else d_bias * (scales[1] / scales[0])
+        if d_weight is not None or d_bias is not None:
+            d_weight, d_bias = self.exchange.add_targets(rows, d_weight, d_bias)
+            if smoothing is not None:
+                d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
         if d_weight is not None and problem.grad_into is None:
             d_weight = shard_rows.clear_padding(problem, d_weight, problem.vocab_axis)
         if d_bias is not None:
             d_bias = shard_rows.clear_padding(problem, d_bias, 0)
-    if parts is not None and carry.parts is not None:
-        d_weight = parts.own_rows(carry.parts)
-    if d_bias is not None and bias_scale is not None:
-        d_bias = d_bias * bias_scale
-    if d_bias is not None and problem.linear_bias is not None:
-        b = problem.linear_bias
-        d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
-    d_input = carry.held
-    if d_input is not None and smoothing is not None and not starts:
-        d_input = smoothing.add_to_input(d_input)
-    if slices is not None:
-        rows, of_hook, of_rows = token_slices.in_order_of_tokens(whole, rows, found.rows, found.statistics)
-        found = OfTokens(of_hook, of_rows)
-    return rows, Gradients(d_input, d_weight, d_bias), found
+        if self.parts is not None and carry.parts is not None:
+            d_weight = self.parts.own_rows(carry.parts)
+        if d_bias is not None and self.bias_scale is not None:
+            d_bias = d_bias * self.bias_scale
+        if d_bias is not None and problem.linear_bias is not None:
+            b = problem.linear_bias
+            d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
+        return carry._replace(rows=rows, d_weight=d_weight, d_bias=d_bias)
+
+    def _results(self, carry: Carry, found: OfTokens) -> tuple[CallRows, Gradients, OfTokens]:
+        """Returns the results of `run`."""
+        d_input = carry.held
+        if d_input is not None and self.smoothing is not None and not self.starts_smooth:
+            d_input = self.smoothing.add_to_input(d_input)
+        rows, of_hook, statistics = self.exchange.finish_call(carry.rows, found.rows, found.statistics)
+        gradients = Gradients(d_input, carry.d_weight, carry.d_bias)
+        return rows, gradients, found._replace(rows=of_hook, statistics=statistics)
+
+
+def _exchange_of(problem: Problem, hook: TokenHook | None) -> tuple[NoExchange, TokenHook | None]:
+    """Returns what the devices of a call exchange, and its token loss for the tokens in the order of that."""
+    if problem.devices.token_parts > 1:
+        problem, hook = token_slices.in_order_of_chunks(problem, hook)
+        return TokenSlices(problem), hook
+    return (ShardExchange if problem.devices.vocab_axes else NoExchange)(problem), hook
 
 
 def static_args(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
@@ -352,279 +614,6 @@ def static_args(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
         "logit_scale": problem.spec.logit_scale,
         "softcap": problem.spec.softcap,
     }
-
-
-def _chunk(
-    problem: Problem,
-    carry: Carry,
-    chunk: Slice,
-    places: Array | None,
-    of_shard: ShardRows | None,
-    slices: TokenSlices | None,
-    hook: TokenHook | None,
-    smoothing: Smoothing | None,
-    scales: Scales,
-    statistics: int,
-    parts: DWeightParts | None,
-    *,
-    first: bool,
-    gradients: bool,
-    saves: bool,
-    units: bool,
-) -> tuple[Carry, OfTokens]:
-    """Computes one chunk of rows. Returns the carry and what is known of its tokens."""
-    config, rows = plan_of(problem).scaled_exp_config, carry.rows
-    size, in_d_weight = config.kernel_rows(chunk.size), None  # what holds some of the exponentials
-    if first and config.first_rows:
-        assert carry.d_weight is not None
-        in_d_weight = memory_of(carry.d_weight, problem.input.dtype)
-    following = following_x = None
-    if slices is not None:
-        assert carry.ahead is not None
-        (x, rows), start, following = slices.begin(rows, chunk, carry.ahead), 0, slices.next(chunk, first=first)
-        if following is not None:
-            following_x, x = slices.gather(following, x)
-    elif carry.held is not None and in_d_weight is not None:  # its d_input is written before its d_weight
-        x, start = chunk.of(carry.held), 0
-    elif carry.held is not None:
-        x, start = carry.held, chunk.start
-    elif gradients:
-        x, start = jnp.pad(problem.rows(chunk), ((0, size - chunk.size), (0, 0))), 0
-    else:  # a row reaches no sum but its own, so rows that do not contribute may stay
-        x, start = problem.input, chunk.start
-    first_flag = chunk.start // config.rows * row_kernels.chunk_flags(config.rows)
-    numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
-    place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
-    chunk_places = row_kernels.target_places(problem, rows.target, chunk, size, places)
-    options: dict[str, Any] = {"stores": gradients, "of_shard": of_shard is not None}
-    rows, numbers = _store_exponentials(
-        problem, rows, chunk, size, place, x, chunk_places, statistics, in_d_weight, **options
-    )
-    if carry.waiting is not None:
-        earlier, total = carry.waiting
-        # The rows replace those of x after it was read. Their sum ends before that of the numbers begins: XLA runs one
-        # collective at a time, and would begin it after that of the numbers, beside no matmul.
-        found, x, total = lax.optimization_barrier((numbers.found, x, total))
-        numbers, x = numbers._replace(found=found), earlier.put(x, total)
-        carry = carry._replace(held=x, waiting=None)
-    scales_x, by_row, ahead = carry.d_weight is not None, statistics & BY_ROW != 0, None
-    scales_x |= parts is not None
-    if slices is not None and following is not None and following_x is not None:
-        ahead, rows = slices.place(rows, following, following_x)
-    if of_shard is not None:
-        rows, numbers = shard_rows.merge(numbers, rows, of_shard, chunk, place, size, by_row=by_row)
-    by_row &= plan_of(problem).batch_invariant or not gradients
-    of_tokens = OfTokens(None, None)
-    if hook is not None:
-        rows, of_tokens = _call_token_loss(problem, hook, rows, numbers, chunk, place, size, statistics)
-    fits = plan_of(problem).fits_float16
-    of_x = x if scales_x and not fits else None
-    rows, found, scaled, rho = row_kernels.finish_rows(numbers, rows, place, size, of_x, by_row=by_row)
-    e, power = found.e, None
-    smooth = None  # the terms of d_input, if they are added before it is rounded
-    if smoothing is not None and rows.theta is not None:
-        row_weight = chunk.of(rows.row_weight)
-        if of_shard is not None:  # the target's term is the target's device's
-            row_weight = jnp.where(chunk.of(rows.target) >= 0, row_weight, 0.0)
-        theta = smoothing.add_to_theta(chunk.of(rows.theta), row_weight)
-        rows = rows._replace(theta=chunk.put(rows.theta, theta))
-        if fits:
-            smooth = smoothing.of_input(Slice(chunk.start, size, None).of(rows.row_weight))
-    unit_scale = None
-    if units and rho is not None and rows.theta is not None:
-        whole, target = (problem, rows.target) if of_shard is None else of_shard
-        unit_scale = float16.unit_scale(whole, rows, target, chunk)
-        rows = rows._replace(theta=chunk.put(rows.theta, chunk.of(rows.theta) / unit_scale))
-        rho = rho / jnp.pad(unit_scale, (0, size - chunk.size), constant_values=1.0)
-    if fits and e is not None and rho is not None:
-        rows, e, others, scaled, rho, power = float16.fit(
-            rows, place, size, found, e, x, rho, scales_x=scales_x, scales=scales
-        )
-        found = found._replace(others=others)
-    if hook is None and statistics & OF_LOGITS & ~MAX:
-        of_tokens = OfTokens(None, finish_statistics(numbers, rows, chunk))
-    carry = carry._replace(rows=rows, ahead=ahead)
-    if saves:
-        assert e is not None
-        assert rho is not None
-        e = saved_kernels.clear(e, rho)
-        of_tokens = of_tokens._replace(saved=SavedChunk(e, rho[: chunk.size], unit_scale))
-    elif unit_scale is not None:
-        of_tokens = of_tokens._replace(saved=SavedChunk(None, None, unit_scale))
-    if e is None or rho is None:
-        return carry, of_tokens
-    x = x if scaled is None else scaled
-    if found.others is not None:
-        return _first_gradients(problem, carry._replace(d_weight=found.others), chunk, e, x, rho, power), of_tokens
-    options = {"waits": saves, "first": first}
-    carry = _add_gradients(problem, carry, chunk, e, x, start, rho, of_shard, slices, parts, power, smooth, **options)
-    return carry, of_tokens
-
-
-def _call_token_loss(
-    problem: Problem,
-    hook: TokenHook,
-    rows: CallRows,
-    numbers: ChunkNumbers,
-    chunk: Slice,
-    place: Array,
-    size: int,
-    statistics: int,
-) -> tuple[CallRows, OfTokens]:
-    """Returns the rows with the weights of (35) in place of a chunk's row weights, and the results of the chunk.
-
-    `row_kernels.finish_rows` runs as in plan B. With row weights of 1 its losses are the negative log-likelihoods.
-    """
-    of_call = rows._replace(theta=None)
-    without_e = numbers._replace(found=numbers.found._replace(e=None, others=None))
-    of_call, *_ = row_kernels.finish_rows(without_e, of_call, place, size, None, by_row=True)
-    stats = finish_statistics(numbers, of_call, chunk) if statistics & ~BY_ROW else None
-    log_prob = 0.0 - chunk.of(of_call.loss)  # -loss could be -0.0
-    of_tokens = hook.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
-    rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.gradient_weight), theta=rows.theta)
-    d_closure = jax.tree.map(lambda gradient: gradient[None], of_tokens.d_closure)
-    return rows, OfTokens(of_tokens._replace(d_closure=d_closure), stats)
-
-
-def _store_exponentials(
-    problem: Problem,
-    rows: CallRows,
-    chunk: Slice,
-    size: int,
-    place: Array,
-    x: Array,
-    places: TargetPlaces | None,
-    statistics: int,
-    in_d_weight: Array | None,
-    *,
-    stores: bool,
-    of_shard: bool,
-) -> tuple[CallRows, ChunkNumbers]:
-    """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, and the targets' logits and summands.
-
-    With `in_d_weight` e has the first classes only, and the others are there: `first_chunk.py`.
-
-    The rows of the chunk start at row place[FIRST_OF_X] of x. The chunk may end after the last row of the call: the
-    reference exponent there is inf, so the exponentials are zeros. The Hopper kernels may add more rows of zeros to e.
-
-    Row blocks whose sums leave the range are computed again with reference exponents from their largest logits. The
-    host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
-    nothing to do.
-    """
-    bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
-    part = Slice(chunk.start, size, None)
-    arrays = x, problem.linear_weight, bias, part.of(rows.ref_exponent), part.of(rows.target)
-    options = {
-        **static_args(problem, size, problem.classes),
-        "stores": stores,
-        "statistics": statistics & (OF_BLOCKS | BY_ROW) | SHIFTS * (stores and plan_of(problem).fits_float16),
-    }
-    if problem.class_count is not None:
-        options["count"] = problem.class_count
-    if places is None:  # these kernels split or round the head themselves
-        options["head_parts"] = 1 + problem.spec.splits_head
-        found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
-    else:
-        from jax_pallas import hopper_logits
-
-        in_chunk = lax.dynamic_index_in_dim(places.places, places.index, keepdims=False)
-        in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
-        arrays = *arrays, in_chunk, place[row_kernels.FIRST_OF_X]
-        if in_d_weight is not None:
-            options["piece"] = plan_of(problem).scaled_exp_config.piece
-        if problem.casts_head:
-            found = hopper_logits.exponentials_of_float32_head(problem, arrays, in_d_weight, options, of_shard=of_shard)
-        else:
-            found = hopper_logits.exponentials(*arrays, in_d_weight, **options)
-    rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops, of_shard=of_shard)
-    total = joined.total if plan_of(problem).batch_invariant else None
-    rows, found, repaired = kernels.repair(problem, x, rows, place, size, found, total, statistics, of_shard=of_shard)
-    tile = plan_of(problem).tile
-    assert tile is not None
-    return rows, ChunkNumbers(problem, found, places, joined, repaired, tile.block_v)
-
-
-def _add_gradients(
-    problem: Problem,
-    carry: Carry,
-    chunk: Slice,
-    e: Array,
-    x: Array,
-    start: Array | int,
-    rho: Array,
-    of_shard: ShardRows | None,
-    slices: TokenSlices | None,
-    parts: DWeightParts | None,
-    power: Array | None,
-    smooth: tuple[Array, Array] | None,
-    *,
-    waits: bool,
-    first: bool,
-) -> Carry:
-    """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's. power: (50). With the terms
-    `smooth` of `Smoothing.of_input`, d_weight has begun with its own. With `waits` the sum of d_input over devices, for
-    which no matmul of d_weight waits, is not put to its place yet."""
-    rows, held, d_weight, d_bias, ahead, sums, _ = carry
-    if d_bias is not None:
-        of_rows = e[: chunk.size, : problem.classes].astype(jnp.float32) * rho[: chunk.size, None]
-        d_bias = d_bias + of_rows.sum(0)
-    total, sent = None, 0.0  # of d_input's rows over the devices that divide the vocabulary
-    if held is not None and of_shard is not None:
-        part = _part_of_d_input(problem, rows, chunk, e, rho)
-        part, e, x = lax.optimization_barrier((part, e, x))  # before d_weight, beside which it is summed
-        of_shards = vocab_shard.sum_of_d_input if slices is None else vocab_shard.own_sum_of_d_input
-        devices = of_shard.problem.devices
-        total = of_shards(devices, part, ordered=plan_of(problem).batch_invariant)
-        if waits:
-            return carry._replace(held=vocab_shard.after_begin(x), waiting=(chunk, total))
-        size = part.size * jnp.dtype(devices.reduce_dtype).itemsize
-        sent = vocab_shard.sent_by_sum(devices.shards, size, of_own=slices is not None)
-        e = vocab_shard.after_begin(e)
-    if parts is not None and sums is not None:
-        sums, e, x = parts.add(rows, chunk, e, x, start, sums, power, first=first, sent=sent)
-    if d_weight is not None:
-        started = smooth is not None or problem.grad_into is not None
-        beside = {"first": first, "started": started, "sent": sent}
-        d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, power, **beside)
-        if power is not None and not plan_of(problem).d_weight_kernel:
-            # XLA would compute the matmul of d_input before, so that the sums of both are in memory at the same time.
-            d_weight, e = lax.optimization_barrier((d_weight, e))
-    if held is not None and slices is not None:
-        assert total is not None
-        held = slices.put(held, chunk, total)
-    elif held is not None:
-        # The rows of d_input, and before them the targets' rows of the head, replace those of x after it was read.
-        x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
-        rows = rows._replace(target=target)
-        if total is None:
-            held = _store_d_input(problem, rows, chunk, e, x, rho, smooth=smooth)
-        else:
-            held = chunk.put(x, total)
-    return Carry(rows, held, d_weight, d_bias, ahead, sums)
-
-
-def _first_gradients(
-    problem: Problem, carry: Carry, chunk: Slice, e: Array, x: Array, rho: Array, power: Array | None
-) -> Carry:
-    """Returns the gradients of a first chunk with exponentials in the memory of d_weight, but for the targets' terms.
-    d_weight is written last. In the carry it is that memory: `memory_of`. power: (50)."""
-    from jax_pallas import hopper_gradients
-
-    rows, held, d_weight, d_bias, *_ = carry
-    assert d_weight is not None
-    if d_bias is not None:
-        first = FirstChunk.of(e.shape[1], chunk.size, d_weight.shape[1])
-        d_bias = d_bias + first.class_sums(e, d_weight, rho, problem.classes)
-    if held is not None:
-        # The targets' rows of the head replace those of x in `held` after they were copied.
-        x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
-        rows = rows._replace(target=target)
-        held = _store_d_input(problem, rows, chunk, e, held, rho, d_weight)
-    d_weight, held, d_bias = lax.optimization_barrier((d_weight, held, d_bias))
-    d_weight = hopper_gradients.write_d_weight(e, x, 0, d_weight, classes=problem.classes, rows=chunk.size, power=power)
-    if problem.spec.splits_head:
-        d_weight = float32_of(d_weight)
-    return Carry(rows, held, d_weight, d_bias)
 
 
 def _add_d_weight(
@@ -745,22 +734,3 @@ def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array
     if problem.spec.splits_head:
         picked, low = jnp.split(halves(picked, held.dtype, 1), 2, 1)
     return chunk.put(held, picked), low
-
-
-def _add_targets(
-    problem: Problem,
-    target: Array,
-    row_weight: Array,
-    theta: Array,
-    d_weight: Array | None,
-    d_bias: Array | None,
-) -> tuple[Array | None, Array | None]:
-    """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
-    target, row, theta = target_grad.sort_by_target(target, row_weight, theta, problem.tokens, problem.classes)
-    if d_weight is not None:
-        d_weight = target_grad.add_targets(
-            d_weight, problem.input, target, row, theta, classes=problem.classes, vocab_axis=problem.vocab_axis
-        )
-    if d_bias is not None:
-        d_bias = target_grad.add_target_sums(d_bias, target, theta)
-    return d_weight, d_bias

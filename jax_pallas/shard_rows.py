@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jax_pallas import vocab_shard
+from jax_pallas import row_kernels, vocab_shard
 from jax_pallas.devices import ONE_DEVICE
+from jax_pallas.exchange import Chunk, NoExchange
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import (
     FINISHED_ROWS,
@@ -48,13 +49,6 @@ from jax_pallas.triton_launch import arange, load, run, store
 LEAST_SHIFT = -1000.0  # below the exponents of float32
 
 
-class ShardRows(NamedTuple):
-    """What the rows of a call have beside those of `CallRows`, which are of this device's shard."""
-
-    problem: Problem  # of the classes of all shards
-    target: Array  # (P,) int32, the class; `CallRows.target` is its place in this shard, or -1
-
-
 def of_own_classes(problem: Problem) -> Problem:
     """Returns the problem of this device's classes alone. Targets in other shards are -1. All rows of the shard are
     `classes`; how many of them are classes has a value only when the program runs, unless no shard is padded."""
@@ -73,16 +67,6 @@ def clear_padding(problem: Problem, gradient: Array, axis: int) -> Array:
         return gradient
     is_class = jnp.arange(gradient.shape[axis]) < problem.class_count
     return jnp.where(is_class.reshape([-1 if i == axis else 1 for i in range(gradient.ndim)]), gradient, 0)
-
-
-def start(rows: CallRows, target: Array, whole: Problem) -> tuple[CallRows, ShardRows]:
-    """Returns the rows with the reference exponents by the targets' logits of all shards. target: (P,), of the whole
-    problem.
-
-    Rows past the last one have inf on all devices.
-    """
-    ref_exponent = vocab_shard.all_sum(whole.devices, rows.ref_exponent)
-    return rows._replace(ref_exponent=ref_exponent), ShardRows(whole, target)
 
 
 class OwnNumbers(NamedTuple):
@@ -125,53 +109,6 @@ def own_numbers_kernel(
         store(number_ref, jnp.full_like(row, index), row, values=values, mask=inside)
 
 
-def merge(
-    own: ChunkNumbers, rows: CallRows, of_shard: ShardRows, chunk: Slice, place: Array, size: int, *, by_row: bool
-) -> tuple[CallRows, ChunkNumbers]:
-    """Merges the numbers of a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`, of this shard, with
-    those of the other devices: (53). Returns the rows with the reference exponents of the merged numbers."""
-    whole, found = of_shard.problem, own.found
-    exact = _own_numbers(own, rows, place, size, by_row=by_row)
-    statistics = _own_statistics(own, exact[4] != 0, size)
-    present = {name: numbers for name, numbers in statistics.items() if numbers is not None}
-    gathered = vocab_shard.gather(whole.devices, jnp.concatenate([exact[:4], *(n[None] for n in present.values())]))
-    totals, exponents, target_exps, target_logits, *others = gathered  # (devices, size) each
-    merged = dict(zip(present, others, strict=True))
-    largest = jnp.where(totals == 0, -jnp.inf, exponents).max(0)  # of a shard without classes the exponent says nothing
-    largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-    shift = exponents - largest
-    factor = power_of_two(jnp.clip(shift, LEAST_SHIFT, 0.0).astype(jnp.int32))  # exactly, as exp2 may not be
-    if "exp_logs" in merged:  # the exponents change with the reference, and so do the terms 2**t * t
-        terms = (merged["exp_logs"] + shift * LN_2 * totals) * factor
-        merged["exp_logs"] = jnp.where(factor == 0, 0.0, terms)
-    if "squares" in merged:
-        merged["squares"] = jnp.where(factor == 0, 0.0, merged["squares"] * factor * factor)
-    stored = jnp.where(exact[0] == 0, jnp.minimum(exact[5], largest), exact[5])  # or 0 would be multiplied by inf
-    sums = totals * factor
-    of_targets = (reduce(add, numbers)[None] for numbers in (target_exps * factor, target_logits))
-    tops = merged.get("tops")
-    joined = Joined(reduce(add, sums), None if tops is None else tops.max(0))
-    numbers = ChunkNumbers(
-        whole,
-        Exponentials(
-            found.e,
-            sums,
-            tops,
-            *of_targets,
-            **{k: v for k, v in merged.items() if k != "tops"},
-            shifts=found.shifts,
-            shifts_high=found.shifts_high,
-        ),
-        places=None,
-        joined=joined,
-        repaired=None,
-        block_width=whole.linear_weight.shape[whole.vocab_axis],
-        of_shard=OfShard(of_shard.target, stored),
-    )
-    part = Slice(chunk.start, size, None)
-    return rows._replace(ref_exponent=part.put(rows.ref_exponent, largest)), numbers
-
-
 def _own_numbers(own: ChunkNumbers, rows: CallRows, place: Array, size: int, *, by_row: bool) -> Array:
     """Launches `own_numbers_kernel`."""
     of_targets = None
@@ -209,3 +146,109 @@ def _own_statistics(own: ChunkNumbers, again: Array, size: int) -> dict[str, Arr
         "logit_sums": summed(found.logit_sums, None),
         "squares": summed(found.squares, repaired.squares),
     }
+
+
+class WaitingSum(NamedTuple):
+    """The sum of a chunk's rows of d_input that is put to its place after the logits of the next chunk."""
+
+    chunk: Slice
+    total: Array  # (n, D) float32
+
+
+class ShardExchange(NoExchange):
+    """The exchange of devices that have shards of the vocabulary.
+
+    Args:
+        whole: the problem of all classes. `problem` is that of this device's classes.
+    """
+
+    of_shard = True
+
+    def __init__(self, whole: Problem) -> None:
+        super().__init__(whole)
+        self.whole, self.whole_target = whole, self.target
+        self.problem = of_own_classes(whole)
+        self.target, _ = row_kernels.call_rows(self.problem)
+
+    def with_exponents_of_all(self, rows: CallRows) -> CallRows:
+        # Rows past the last one have inf on all devices.
+        return rows._replace(ref_exponent=vocab_shard.all_sum(self.whole.devices, rows.ref_exponent))
+
+    def merge(self, chunk: Chunk, *, by_row: bool) -> None:
+        """Merges the numbers of a chunk, of this shard, with those of the other devices: (53)."""
+        self.end_beside_logits(chunk)
+        whole, own, rows, size = self.whole, chunk.numbers, chunk.rows, chunk.size
+        found = own.found
+        exact = _own_numbers(own, rows, chunk.place, size, by_row=by_row)
+        statistics = _own_statistics(own, exact[4] != 0, size)
+        present = {name: numbers for name, numbers in statistics.items() if numbers is not None}
+        gathered = vocab_shard.gather(whole.devices, jnp.concatenate([exact[:4], *(n[None] for n in present.values())]))
+        totals, exponents, target_exps, target_logits, *others = gathered  # (devices, size) each
+        merged = dict(zip(present, others, strict=True))
+        # Of a shard without classes the exponent says nothing.
+        largest = jnp.where(totals == 0, -jnp.inf, exponents).max(0)
+        largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+        shift = exponents - largest
+        factor = power_of_two(jnp.clip(shift, LEAST_SHIFT, 0.0).astype(jnp.int32))  # exactly, as exp2 may not be
+        if "exp_logs" in merged:  # the exponents change with the reference, and so do the terms 2**t * t
+            terms = (merged["exp_logs"] + shift * LN_2 * totals) * factor
+            merged["exp_logs"] = jnp.where(factor == 0, 0.0, terms)
+        if "squares" in merged:
+            merged["squares"] = jnp.where(factor == 0, 0.0, merged["squares"] * factor * factor)
+        stored = jnp.where(exact[0] == 0, jnp.minimum(exact[5], largest), exact[5])  # or 0 would be multiplied by inf
+        sums = totals * factor
+        of_targets = (reduce(add, numbers)[None] for numbers in (target_exps * factor, target_logits))
+        tops = merged.get("tops")
+        joined = Joined(reduce(add, sums), None if tops is None else tops.max(0))
+        chunk.numbers = ChunkNumbers(
+            whole,
+            Exponentials(
+                found.e,
+                sums,
+                tops,
+                *of_targets,
+                **{k: v for k, v in merged.items() if k != "tops"},
+                shifts=found.shifts,
+                shifts_high=found.shifts_high,
+            ),
+            places=None,
+            joined=joined,
+            repaired=None,
+            block_width=whole.linear_weight.shape[whole.vocab_axis],
+            of_shard=OfShard(self.whole_target, stored),
+        )
+        chunk.rows = rows._replace(ref_exponent=chunk.tiles.put(rows.ref_exponent, largest))
+
+    def end_beside_logits(self, chunk: Chunk) -> None:
+        """Ends what was exchanged beside the logits of a chunk: the sum of the chunk before, if it waits."""
+        if chunk.exchanged is None:
+            return
+        waiting: WaitingSum = chunk.exchanged
+        # The rows replace those of x after it was read. Their sum ends before that of the numbers begins: XLA runs one
+        # collective at a time, and would begin it after that of the numbers, beside no matmul.
+        found, x, total = lax.optimization_barrier((chunk.numbers.found, chunk.x, waiting.total))
+        chunk.numbers, chunk.x = chunk.numbers._replace(found=found), waiting.chunk.put(x, total)
+        chunk.exchanged = None
+
+    def classes_of(self, rows: CallRows) -> tuple[Problem, Array]:
+        return self.whole, self.whole_target
+
+    def start_sum(self, part: Array) -> tuple[Array, float]:
+        devices = self.whole.devices
+        total = vocab_shard.sum_of_d_input(devices, part, ordered=plan_of(self.problem).batch_invariant)
+        return total, self.sent(part, of_own=False)
+
+    def sent(self, part: Array, *, of_own: bool) -> float:
+        """Returns the bytes that each device sends for the sum of their parts of rows of d_input."""
+        devices = self.whole.devices
+        size = part.size * jnp.dtype(devices.reduce_dtype).itemsize
+        return vocab_shard.sent_by_sum(devices.shards, size, of_own=of_own)
+
+    def put_sum(self, held: Array, chunk: Chunk, total: Array) -> Array:
+        return chunk.slice.put(chunk.x, total)
+
+    def wait_with_sum(self, chunk: Chunk, total: Array) -> tuple[Array, WaitingSum]:
+        return vocab_shard.after_begin(chunk.x), WaitingSum(chunk.slice, total)
+
+    def end_sum(self, held: Array | None, exchanged: WaitingSum | None) -> Array | None:
+        return held if held is None or exchanged is None else exchanged.chunk.put(held, exchanged.total)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jax_pallas.problem import Problem
 from jax_pallas.triton_launch import arange, load, run, store
 
 SEGMENT = 2**13  # rows that are sorted by comparing all pairs; the sorted segments are merged by bisection
@@ -257,6 +258,25 @@ def add_target_sums(d_bias: Array, target: Array, theta: Array) -> Array:
     `add_targets`."""
     sums = _sums_of_runs(target, theta)
     return d_bias.at[_lasts(target, len(d_bias))].add(sums, mode="drop", unique_indices=True)
+
+
+def add_to_head(
+    problem: Problem,
+    target: Array,
+    row_weight: Array,
+    theta: Array,
+    d_weight: Array | None,
+    d_bias: Array | None,
+) -> tuple[Array | None, Array | None]:
+    """Adds theta * input to the targets' rows of d_weight, theta to d_bias, if not None: (33)."""
+    target, row, theta = sort_by_target(target, row_weight, theta, problem.tokens, problem.classes)
+    if d_weight is not None:
+        d_weight = add_targets(
+            d_weight, problem.input, target, row, theta, classes=problem.classes, vocab_axis=problem.vocab_axis
+        )
+    if d_bias is not None:
+        d_bias = add_target_sums(d_bias, target, theta)
+    return d_weight, d_bias
 
 
 def _lasts(target: Array, classes: int) -> Array:

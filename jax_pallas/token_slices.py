@@ -27,9 +27,11 @@ from jax import Array, lax
 
 from jax_pallas import float16, row_kernels, target_grad, vocab_shard
 from jax_pallas.devices import Devices
+from jax_pallas.exchange import Chunk
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import CallRows
 from jax_pallas.row_math import RowStatistics
+from jax_pallas.shard_rows import ShardExchange
 from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.tile_config import cdiv, padded
 from jax_pallas.token_hook import TokenHook, TokenRows
@@ -42,15 +44,37 @@ class GatheredChunk(NamedTuple):
     ref_exponent: Array  # (rows that the kernels compute,) float32, by the targets' logits of all shards
 
 
-class TokenSlices(NamedTuple):
-    """The slices of one call."""
+class NextChunk(NamedTuple):
+    """The chunk after one, whose rows of the input are gathered beside the logits of this one."""
 
-    problem: Problem  # of this device's classes, tokens in the order of this file, and its rows of the input
-    devices: Devices  # `Problem.devices` of all classes
+    chunk: Slice
+    x: Array  # (n, D)
+
+
+class TokenSlices(ShardExchange):
+    """The slices of one call.
+
+    Args:
+        whole: the problem of all classes, with the numbers of the tokens in the order of this file, and this device's
+            rows of the input.
+    """
+
+    gathers_rows = True
+
+    @property
+    def devices(self) -> Devices:
+        return self.whole.devices
 
     @property
     def parts(self) -> int:
         return self.devices.token_parts
+
+    def pick(self, row_weight: Array, *, holds: bool, **options: Any) -> tuple[CallRows, Array | None]:
+        """Returns the rows of the call, and with `holds` the memory of d_input of this device's tokens. No row has a
+        reference exponent yet."""
+        x = self.problem.input
+        rows = row_kernels.no_rows_yet(self.problem, self.target, row_weight, **options)
+        return rows, lax.empty(x.shape, x.dtype) if holds else None
 
     def start(self, rows: CallRows) -> GatheredChunk:
         """Returns the chunk that is computed first: the last one."""
@@ -60,45 +84,41 @@ class TokenSlices(NamedTuple):
         x = self._gather(chunk)
         return GatheredChunk(x, vocab_shard.all_sum(self.devices, self._place(rows, chunk, x)))
 
-    def begin(self, rows: CallRows, chunk: Slice, ahead: GatheredChunk) -> tuple[Array, CallRows]:
-        """Returns the rows of the input of a chunk, and the rows of the call with its reference exponents."""
-        x, of_chunk = ahead.x, Slice(chunk.start, len(ahead.ref_exponent), None)
-        rows = rows._replace(ref_exponent=of_chunk.put(rows.ref_exponent, ahead.ref_exponent))
-        if not plan_of(self.problem).fits_float16:
-            return x, rows
-        # Before the next gather, beside which only larger matmuls run.
-        return lax.optimization_barrier((x, float16.place(self.problem, rows, x, chunk)))
+    def begin(
+        self, rows: CallRows, chunk: Slice, exchanged: GatheredChunk, *, first: bool
+    ) -> tuple[CallRows, Array, NextChunk | None]:
+        x, of_chunk = exchanged.x, Slice(chunk.start, len(exchanged.ref_exponent), None)
+        rows = rows._replace(ref_exponent=of_chunk.put(rows.ref_exponent, exchanged.ref_exponent))
+        if plan_of(self.problem).fits_float16:
+            # Before the next gather, beside which only larger matmuls run.
+            x, rows = lax.optimization_barrier((x, float16.place(self.problem, rows, x, chunk)))
+        following = self._next(chunk, first=first)
+        if following is None:
+            return rows, x, None
+        following_x, x = self._gather_next(following, x)
+        return rows, x, NextChunk(following, following_x)
 
-    def next(self, chunk: Slice, *, first: bool) -> Slice | None:
-        """Returns the chunk after this one, or None after the last. In a loop, whose chunks all do the same, the last
-        one is also after the last one: its rows are gathered for nothing."""
-        config, tokens = plan_of(self.problem).scaled_exp_config, self.problem.tokens
-        full, start = config.last_start(tokens), 0 if first else chunk.start + config.rows
-        if isinstance(start, int):
-            return Slice(start, config.rows, None) if start < full else None
-        return Slice(jnp.minimum(start, full - config.rows), config.rows, None)
+    def end_beside_logits(self, chunk: Chunk) -> None:
+        """Ends the gather of the next chunk, whose rows must be there when the logits of a chunk are. Its exponents are
+        exchanged with the numbers of this chunk."""
+        if chunk.exchanged is None:
+            return
+        following: NextChunk = chunk.exchanged
+        x, rows = lax.optimization_barrier((following.x, chunk.rows))
+        own, chunk.rows = lax.optimization_barrier((self._place(rows, following.chunk, x), rows))
+        chunk.exchanged = GatheredChunk(x, vocab_shard.all_sum(self.devices, own))
 
-    def gather(self, chunk: Slice, x: Array) -> tuple[Array, Array]:
-        """Returns the rows of the input of a chunk, which are gathered when those of the chunk before are there, x; and
-        x."""
-        own, x = lax.optimization_barrier((self._own_rows(chunk), x))
-        return vocab_shard.rows_of_all(self.devices, own), vocab_shard.after_begin(x)
+    def start_sum(self, part: Array) -> tuple[Array, float]:
+        """Returns the sum of this device's rows."""
+        total = vocab_shard.own_sum_of_d_input(self.devices, part, ordered=plan_of(self.problem).batch_invariant)
+        return total, self.sent(part, of_own=True)
 
-    def place(self, rows: CallRows, chunk: Slice, x: Array) -> tuple[GatheredChunk, CallRows]:
-        """Returns a chunk whose rows of the input are x, which must be there when the logits of the chunk before are;
-        and the rows of the call after these logits. Its exponents are exchanged with the numbers of that chunk."""
-        x, rows = lax.optimization_barrier((x, rows))
-        own, rows = lax.optimization_barrier((self._place(rows, chunk, x), rows))
-        return GatheredChunk(x, vocab_shard.all_sum(self.devices, own)), rows
-
-    def put(self, held: Array, chunk: Slice, d_input: Array) -> Array:
-        """Writes this device's rows of d_input of a chunk."""
-        return self._own(chunk).put(held, d_input)
+    def put_sum(self, held: Array, chunk: Chunk, total: Array) -> Array:
+        return self._own(chunk.slice).put(held, total)
 
     def add_targets(
         self, rows: CallRows, d_weight: Array | None, d_bias: Array | None
     ) -> tuple[Array | None, Array | None]:
-        """Adds the targets' terms of all rows to the gradients of the head: (33)."""
         problem, parts, classes = self.problem, self.parts, self.problem.classes
         assert rows.theta is not None
         if d_bias is not None:
@@ -126,6 +146,26 @@ class TokenSlices(NamedTuple):
         most = max(1, plan_of(problem).scaled_exp_config.rows * padded(classes) // (parts * hidden))
         pieces = cdiv(own_rows, most)
         return over_slices(body, d_weight, own_rows, cdiv(own_rows, pieces))[0], d_bias
+
+    def finish_call(
+        self, rows: CallRows, of_hook: TokenRows | None, statistics: RowStatistics | None
+    ) -> tuple[CallRows, TokenRows | None, RowStatistics | None]:
+        return in_order_of_tokens(self.whole, rows, of_hook, statistics)
+
+    def _next(self, chunk: Slice, *, first: bool) -> Slice | None:
+        """Returns the chunk after this one, or None after the last. In a loop, whose chunks all do the same, the last
+        one is also after the last one: its rows are gathered for nothing."""
+        config, tokens = plan_of(self.problem).scaled_exp_config, self.problem.tokens
+        full, start = config.last_start(tokens), 0 if first else chunk.start + config.rows
+        if isinstance(start, int):
+            return Slice(start, config.rows, None) if start < full else None
+        return Slice(jnp.minimum(start, full - config.rows), config.rows, None)
+
+    def _gather_next(self, chunk: Slice, x: Array) -> tuple[Array, Array]:
+        """Returns the rows of the input of a chunk, which are gathered when those of the chunk before are there, x; and
+        x."""
+        own, x = lax.optimization_barrier((self._own_rows(chunk), x))
+        return vocab_shard.rows_of_all(self.devices, own), vocab_shard.after_begin(x)
 
     def _own(self, chunk: Slice) -> Slice:
         start, parts = chunk.start, self.parts

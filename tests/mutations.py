@@ -428,7 +428,9 @@ TOKEN_LOSSES = (
     ),
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
     Mutation("core_triton/chunked.py", "hook.gradient_weight[chunk]", "problem.row_weight[chunk]", TORCH_TOKENS),
-    Mutation("core_triton/scaled_exp.py", "hook.process(rows.order[chunk],", "hook.process(chunk,", KERNEL_TOKENS),
+    Mutation(
+        "core_triton/scaled_exp.py", "hook.process(rows.order[chunk.slice],", "hook.process(chunk.slice,", KERNEL_TOKENS
+    ),
     Mutation(
         "core_triton/operators.py",
         "tuple(field) if isinstance(field, list) else field",
@@ -456,7 +458,7 @@ TOKEN_LOSSES = (
     Mutation(
         "core_triton/scaled_exp.py",
         "    assert weight is not None",
-        "    weight = hook.gradient_weight[chunk] if hook.gradient_weight is not None else weight",
+        "    weight = hook.gradient_weight[chunk.slice] if hook.gradient_weight is not None else weight",
         KERNEL_TOKENS,
     ),
     Mutation(
@@ -481,9 +483,11 @@ TOKEN_LOSSES = (
         "if False:",
         tests("jax_pallas_sharding", "refused"),
     ),
-    Mutation("jax_pallas/ops.py", "(gradient * d_loss).astype(like.dtype)", "gradient.astype(like.dtype)", JAX_TOKENS),
     Mutation(
-        "jax_pallas/ops.py",
+        "jax_pallas/token_ops.py", "(gradient * d_loss).astype(like.dtype)", "gradient.astype(like.dtype)", JAX_TOKENS
+    ),
+    Mutation(
+        "jax_pallas/token_ops.py",
         "row_weight * dense(cotangents[0]), 0.0)",
         "dense(cotangents[0]), 0.0)",
         JAX_TOKENS,
@@ -529,8 +533,8 @@ TOKEN_STATS = (
         tests("core_triton_interpreted", "rows_of_several"),
     ),
     Mutation("core_triton/row_statistics.py", "(tl.max(lost, 0) == 0)", "(tl.max(lost, 0) != 0)", KEPT_ROWS),
-    Mutation("core_triton/scaled_exp.py", "OF_BLOCKS, statistics & BY_ROW != 0", "OF_BLOCKS, False", KEPT_ROWS),
-    Mutation("core_triton/scaled_exp.py", "lse_out=unused", "lse_out=rows.lse_out", KERNEL_STATS),
+    Mutation("core_triton/scaled_exp.py", "by_row=self.by_row,", "by_row=False,", KEPT_ROWS),
+    Mutation("core_triton/scaled_exp.py", '"lse_out": unused', '"lse_out": self.rows.lse_out', KERNEL_STATS),
     Mutation(
         "core_triton/plan.py",
         '("loss_and_gradients", "saved_rows", "statistics")',
@@ -626,7 +630,7 @@ SCALE = (
     Mutation("core_triton/shard_rows.py", "factor = tl.exp2(shift)", "factor = tl.exp2(0 * shift)", RANKS_BY_KERNELS),
     Mutation("core_triton/smoothing.py", "if problem.shard is not None:", "if False:", RANKS_BY_KERNELS),
     Mutation(
-        "core_triton/shard_rows.py", "planes_of(of_own.statistics) * n", "planes_of(statistics) * n", RANKS_BY_KERNELS
+        "core_triton/shard_rows.py", "planes_of(numbers.statistics) * n", "planes_of(statistics) * n", RANKS_BY_KERNELS
     ),
     Mutation("core_triton/shard_rows.py", "(exp_log + shift * total)", "(exp_log)", RANKS_BY_KERNELS),
     Mutation("core_triton/shard_rows.py", "classes=1, grad_into", "classes=0, grad_into", RANKS_BY_KERNELS),
@@ -636,11 +640,11 @@ SCALE = (
         "()",
         RANKS_BY_KERNELS,
     ),
-    Mutation("core_triton/shard_rows.py", "rows.rho[chunk] *= ", "", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "self.rows.rho[chunk.slice] *= ", "", RANKS_BY_KERNELS),
     Mutation(
-        "core_triton/scaled_exp.py",
-        "if d_weight is not None:\n                shard_rows.put_sum",
-        "if True:\n                shard_rows.put_sum",
+        "core_triton/shard_rows.py",
+        "if self.sums is not None and not self.waits:",
+        "if self.sums is not None:",
         RANKS_BY_KERNELS,
     ),
     Mutation("core_triton/arguments.py", '"saved_budget": found.saved_budget,', "", TORCH_RANKS),
@@ -654,7 +658,7 @@ SCALE = (
     Mutation("core_triton/token_slices.py", "ranks * begin + count, mask", "ranks * begin, mask", RANKS_BY_KERNELS),
     Mutation("core_triton/smoothing.py", "vocab_shard.all_sum(own, shard.group)", "own", RANKS_BY_KERNELS),
     Mutation("core_triton/ops.py", "ctx.options.own_tokens(len(d_input))", "slice(0, len(d_input))", RANKS_BY_KERNELS),
-    Mutation("core_triton/shard_rows.py", "vocab_shard.all_sum(logit, whole.shard.group)", "pass", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "vocab_shard.all_sum(logit, self.shard.group)", "pass", RANKS_BY_KERNELS),
     Mutation(
         "core_triton/row_kernels.py",
         "mask=inside, other=0.0) - ref_exponent)",
@@ -663,7 +667,7 @@ SCALE = (
     ),
     Mutation("core_triton/vocab_shard.py", "normalizer.float() / ranks", "normalizer.float()", TORCH_RANKS),
     Mutation("core_triton/vocab_shard.py", "own += received", "own -= received", RANKS_BY_KERNELS),
-    Mutation("core_triton/shard_rows.py", "plan_of(of_shard.problem).batch_invariant", "False", RANKS_BY_KERNELS),
+    Mutation("core_triton/shard_rows.py", "plan_of(self.problem).batch_invariant", "False", RANKS_BY_KERNELS),
     Mutation("core_triton/plan.py", " or key.batch_invariant):", "):", RANKS_BY_KERNELS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
     Mutation(
@@ -710,8 +714,8 @@ SCALE = (
         JAX_SHARDS_BY_KERNELS,
     ),
     Mutation(
-        "jax_pallas/scaled_exp.py",
-        "total = of_shards(devices, part, ordered=plan_of(problem).batch_invariant)",
+        "jax_pallas/shard_rows.py",
+        "total = vocab_shard.sum_of_d_input(devices, part, ordered=plan_of(self.problem).batch_invariant)",
         "total = part",
         JAX_SHARDS_BY_KERNELS,
     ),
@@ -730,7 +734,7 @@ SCALE = (
         JAX_SENT_HEADS,
     ),
     Mutation("jax_pallas/head_scatter.py", "device * self.shard_rows % STEP", "0", JAX_SENT_HEADS),
-    Mutation("jax_pallas/d_weight_parts.py", "None if first else old", "None", JAX_SENT_HEADS),
+    Mutation("jax_pallas/d_weight_parts.py", "None if chunk.first else old", "None", JAX_SENT_HEADS),
     Mutation("jax_pallas/smoothing.py", "at[classes].get(", "at[: len(classes)].get(", JAX_SENT_HEADS),
     Mutation(
         "jax_pallas/hopper_gradients.py",
@@ -774,7 +778,7 @@ SCALE = (
         "1), (d_weight.sum, None)[first]",
         ("tests/test_core_triton_scale.py", "-k", "sent_head and ranks_by_the_kernels"),
     ),
-    Mutation("jax_pallas/scaled_exp.py", "where(chunk.of(rows.target) >= 0,", "where(True,", JAX_SMOOTHED_SHARDS),
+    Mutation("jax_pallas/scaled_exp.py", "where(part.of(rows.target) >= 0,", "where(True,", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "vocab_shard.all_sum(devices, ", "(", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/smoothing.py", "(devices.token_parts / devices.shards)", "0.5", JAX_SMOOTHED_SHARDS),
     Mutation("jax_pallas/vocab_shard.py", "lax.axis_index(devices.vocab_axes) * rows", "0 * rows", JAX_SHARDS),
@@ -847,7 +851,7 @@ SCALE = (
     Mutation("jax_pallas/gathering.py", "[0, 2, 3]", "[2, 3]", tests("jax_pallas_sharded", "saved")),
     Mutation(
         "jax_pallas/saved_ops.py",
-        "ops.summed_over_devices(options, gradients, None, arrays)[0]",
+        "summed_over_devices(options, gradients, None, arrays)[0]",
         "gradients",
         tests("jax_pallas_sharded", "saved"),
     ),
@@ -878,9 +882,14 @@ SCALE = (
         JAX_TOKEN_AXES,
     ),
     Mutation(
-        "jax_pallas/ops.py", "gradient if scale is None else gradient / scale, named", "gradient, named", JAX_TOKEN_AXES
+        "jax_pallas/scaling.py",
+        "gradient if scale is None else gradient / scale, named",
+        "gradient, named",
+        JAX_TOKEN_AXES,
     ),
-    Mutation("jax_pallas/ops.py", "token.devices.sum_of_shared(d, array)", "d", tests("jax_pallas_sharded", "closure")),
+    Mutation(
+        "jax_pallas/token_ops.py", "token.devices.sum_of_shared(d, array)", "d", tests("jax_pallas_sharded", "closure")
+    ),
     Mutation("jax_pallas/gathering.py", "if needs_grad.d_weight and into is None:", "if False:", JAX_TOKEN_AXES),
     Mutation("jax_pallas/devices.py", " if axis not in varying(shared))", ")", JAX_TOKEN_AXES),
     Mutation("jax_pallas/problem.py", "return chunks.rows >= problem.tokens and min", "return min", JAX_SCALE),
@@ -974,13 +983,13 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/options.py", "None if self.has_grad_into else d_weight", "d_weight", JAX_INTO),
     Mutation("jax_pallas/ops.py", "lambda grad_into, _: (grad_into,)", "lambda grad_into, _: (None,)", JAX_INTO),
     Mutation(
-        "jax_pallas/ops.py",
+        "jax_pallas/batching.py",
         "            if options.has_grad_into:\n                raise",
         "            if False:\n                raise",
         JAX_INTO,
     ),
     Mutation(
-        "jax_pallas/ops.py", 'adds_in_backward) or axis_of["grad_into"] is not None', "adds_in_backward)", JAX_INTO
+        "jax_pallas/batching.py", 'adds_in_backward) or axis_of["grad_into"] is not None', "adds_in_backward)", JAX_INTO
     ),
     Mutation("jax_pallas/ops.py", "arrays = options.replaced(arrays, grad_into=None)", "pass", JAX_INTO),
     Mutation(
@@ -1000,7 +1009,7 @@ HEAD_FLOAT32 = (
     ),
     Mutation("core_triton/problem.py", "torch.sub(w, both[:, :hidden]", "torch.sub(w, w", SPLIT),
     Mutation("core_triton/chunked.py", "+ d_input[:, problem.input.shape[1] :]", "", SPLIT),
-    Mutation("core_triton/scaled_exp.py", "chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]", "pass", SPLIT_CASES),
+    Mutation("core_triton/scaled_exp.py", "x[:, hidden : 2 * hidden] = x[:, :hidden]", "pass", SPLIT_CASES),
     Mutation("core_triton/scaled_exp.py", "first=vocab_chunk.start == first == 0)", "first=first == 0)", SPLIT_CASES),
     Mutation("core_triton/head_copy.py", "x.new_empty if width == columns else x.new_zeros", "x.new_empty", HEAD_COPY),
     Mutation(
@@ -1114,8 +1123,8 @@ SAVED_ROWS = (
     Mutation("core_triton/row_statistics.py", "total * tl.exp2(-shift)", "total", SAVED_KERNELS),
     Mutation(
         "core_triton/scaled_exp.py",
-        "if hook is None:\n            _finish",
-        "if False:\n            _finish",
+        "if self.hook is None:\n            packed_rows.finish",
+        "if False:\n            packed_rows.finish",
         SAVED_KERNELS,
     ),
     Mutation("core_triton/saved_kernels.py", "if rho != rho", "if rho == 1", SAVED_KERNELS),
@@ -1209,7 +1218,7 @@ SAVED_ROWS = (
         tests("jax_pallas_export", "what_is_saved"),
     ),
     Mutation(
-        "jax_pallas/ops.py",
+        "jax_pallas/batching.py",
         "saved_budget=batch * options.saved_budget",
         "saved_budget=options.saved_budget",
         tests("jax_pallas_saved", "batch_of_losses"),
@@ -1274,7 +1283,10 @@ ENTROPY_LOSSES = (
     Mutation("jax_pallas/row_math.py", "alpha - d_entropy * entropy, beta", "alpha, beta", JAX_ENTROPY),
     Mutation("jax_pallas/ops.py", "of_rows = -upstream, d_entropy", "of_rows = upstream, d_entropy", JAX_ENTROPY),
     Mutation(
-        "jax_pallas/ops.py", "coefficients, needs_grad, scales\n", "coefficients, needs_grad\n", JAX_KERNELS_OF_ENTROPY
+        "jax_pallas/token_ops.py",
+        "coefficients, needs_grad, scales\n",
+        "coefficients, needs_grad\n",
+        JAX_KERNELS_OF_ENTROPY,
     ),
     Mutation(
         "jax_pallas/chunked.py",
@@ -1311,8 +1323,8 @@ BATCH_INVARIANT = (
     ),
     Mutation(
         "core_triton/scaled_exp.py",
-        "\n        by_row = statistics & BY_ROW != 0",
-        "\n        by_row = False",
+        '"by_row": self.by_row}',
+        '"by_row": False}',
         INVARIANT_CODE,
     ),
     Mutation("core_triton/tile_config.py", "narrow[-1:], tiles[-1:]", "narrow[-1:], tiles", INVARIANT_PLAN),
@@ -1351,8 +1363,8 @@ BATCH_INVARIANT = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "carry.d_weight is not None, statistics & BY_ROW != 0",
-        "carry.d_weight is not None, False",
+        "any(needs_grad) or saves, statistics & BY_ROW != 0",
+        "any(needs_grad) or saves, False",
         PALLAS_INVARIANT,
     ),
     Mutation(
@@ -1386,12 +1398,14 @@ FIRST_CHUNKS = tests("chunk_cost", "pieces_of_a_first_chunk or explain_shows")
 FIRST_CHUNK_COST = tests("chunk_cost", "whole_row_blocks or few_pieces or one_launch or any_of_the_best")
 OF_FLOAT16 = tests("chunk_cost", "first_chunk_of_float16")
 FIRST_CHUNK = (
-    Mutation("core_triton/scaled_exp.py", "in reversed(e.pieces(classes))", "in e.pieces(classes)", IN_PIECES),
-    Mutation("core_triton/scaled_exp.py", "if d_input is not None and d_input_first:", "if False:", IN_PIECES),
+    Mutation(
+        "core_triton/scaled_exp.py", "in reversed(e.pieces(self.classes))", "in e.pieces(self.classes)", IN_PIECES
+    ),
+    Mutation("core_triton/scaled_exp.py", "if self.d_input is not None and d_input_first:", "if False:", IN_PIECES),
     Mutation(
         "core_triton/scaled_exp.py",
-        "if not plan.holds_rows or d_input_first:",
-        "if not plan.holds_rows:",
+        "if not self.plan.holds_rows or d_input_first:",
+        "if not self.plan.holds_rows:",
         IN_PIECES,
     ),
     Mutation(
@@ -1539,8 +1553,8 @@ JAX_FIRST = (
     ),
     Mutation(
         "jax_pallas/scaled_exp.py",
-        "chunk, e, held, rho, d_weight)",
-        "chunk, e, held, rho, d_weight * 0)",
+        "e, held, rho, d_weight)",
+        "e, held, rho, d_weight * 0)",
         JAX_FIRST_CHUNK,
     ),
     Mutation("jax_pallas/tile_config.py", "max(0, cdiv(tokens - room, one))", "0", JAX_FIRST_PLANS),

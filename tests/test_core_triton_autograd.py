@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
-from core_triton import ops
+from core_triton import ops, scaling
+from core_triton.problem import Gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
@@ -216,11 +217,11 @@ def test_nothing_is_kept_after_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("obstacle", [None, "Triton is not installed"])
 def test_a_gpu_without_the_kernels_scales_gradients_by_pytorch(obstacle: str | None) -> None:
-    with FakeTensorMode(), mock.patch.object(ops, "triton_obstacle", return_value=obstacle):
+    with FakeTensorMode(), mock.patch.object(scaling, "triton_obstacle", return_value=obstacle):
         gradient, factor = torch.empty(4, 8, device="cuda"), torch.empty((), device="cuda")
-        factors = ops.Factors(factor, factor)
-        assert ops._scaled_by_kernel(ops.Gradients(gradient, None, None), factors) == (obstacle is None)
-        assert not ops._scaled_by_kernel(ops.Gradients(gradient.T, None, None), factors)
+        factors = scaling.Factors(factor, factor)
+        assert scaling._scaled_by_kernel(Gradients(gradient, None, None), factors) == (obstacle is None)
+        assert not scaling._scaled_by_kernel(Gradients(gradient.T, None, None), factors)
 
 
 @pytest.mark.parametrize("results", [("log_prob",), ("entropy",), ("lse",), ("log_prob", "entropy")])

@@ -163,8 +163,7 @@ ONE_FRAMEWORK_ONLY = {
     "ops.py": {
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
         "loss",  # in JAX, each operator has its rule
-        "token_losses",  # a token loss has operators of its own in JAX
-        *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
+        *("LossAndGradients", "RowLosses", "RowLogProbs"),  # autograd functions
         # The operators' implementations.
         *(
             "run_loss_and_gradients",
@@ -172,11 +171,10 @@ ONE_FRAMEWORK_ONLY = {
             "run_log_probs",
             "run_row_gradients",
             "run_gradients",
-            "scale",
             "kept_losses",
         ),
         # What token_ops.py takes from it, and what saved_ops.py does.
-        *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
+        *("plan_a", "compute_row_weights", "no_double_backward"),
         *("plan_c", "log_prob_gradients", "stage_of_plan_b", "losses_there", "recorded"),
         *("is_eager", "below_autograd"),  # for PyTorch's eager mode
         *("dispatched_loss_and_gradients", "dispatched_losses", "dispatched_log_probs"),  # call operators
@@ -184,7 +182,7 @@ ONE_FRAMEWORK_ONLY = {
         # The rules of operators in JAX, their problems and what else saved_ops.py takes from it.
         *("rule_of_arrays", "row_losses_rule", "row_losses_fwd", "row_losses_bwd", "log_probs_rule", "log_probs_fwd"),
         *("log_probs_bwd", "no_rows", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
-        *("implementation_of", "as_residual", "dense", "operator_of_rows", "summed_over_devices"),
+        *("implementation_of", "as_residual", "dense", "row_statistics_of", "totals_of"),
     },
     "plan.py": {"DeviceInfo", "shards_are_scaled"},  # in JAX, launch.py defines it; shards are chunked
     "problem.py": {
@@ -210,21 +208,30 @@ ONE_FRAMEWORK_ONLY = {
         *("run_saved_losses", "run_saved_gradients", "dispatched_saved_losses", "fake_saved_rows"),
         *("losses", "log_probs"),  # variables in JAX, the results of custom_vjp
     },
+    "scaling.py": {
+        *("Factors", "scale"),  # XLA fuses what they do
+        "summed_over_devices",  # in PyTorch, the caller sums over ranks that have different tokens
+    },
+    "token_ops.py": {
+        *("TokenCall", "TokenLossResults", "token_loss", "token_loss_rows", "statistics_of", "token_stats"),
+        *("which_need_grad", "TokenLossAndGradients", "run_token_loss", "token_loss_below_autograd"),
+        "token_losses",  # the other operators are variables in JAX, the results of custom_vjp
+    },
     "scaled_exp.py": {
         *("Carry", "OfTokens", "SavedChunk"),  # the carry of a loop, and what it returns
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         "static_args",  # of kernels in Pallas
     },
     "shard_rows.py": {
-        *("ReducedRows", "start_sum", "put_rows_kernel", "put_sum"),  # XLA waits for sums, and writes them
-        *("with_targets", "own_target_logits", "place"),  # of tokens that are gathered chunk by chunk
+        *("ReducedRows", "put_rows_kernel", "put_sum", "PartialSums"),  # XLA waits for sums, and writes them
+        *("own_target_logits", "place"),  # of tokens that are gathered chunk by chunk
         "clear_padding",  # in PyTorch a process knows its number of classes
-        *("of_merged_references", "refer_to_own"),  # XLA computes the scales of float16 from the merged numbers
         *("OwnNumbers", "merge_shards_kernel"),  # XLA fuses what it does
+        "WaitingSum",  # in PyTorch, PartialSums has it
     },
     "token_slices.py": {
         *("counted_rows", "pack_slices_kernel"),  # PyTorch packs the rows that contribute
-        *("in_order_of_chunks", "in_order_of_tokens"),  # JAX changes the order of the rows of the call
+        *("NextChunk", "in_order_of_chunks", "in_order_of_tokens"),  # JAX changes the order of the rows of the call
     },
     "row_statistics.py": {
         *("LogitStatistics", "finish_statistics_kernel", "keep_rows_kernel", "keep_rows"),

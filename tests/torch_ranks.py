@@ -347,7 +347,7 @@ def assert_saved_rows(rank: int, ranks: int, classes: int, *, padded: bool, kern
     if kernels:
         from core_triton import scaled_exp, shard_rows
 
-        watched += [(scaled_exp, "_store_exponentials", "logits"), (shard_rows, "put_sum", "put")]
+        watched += [(scaled_exp.ScaledExpCall, "_store_exponentials", "logits"), (shard_rows, "put_sum", "put")]
 
     def step(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
