@@ -23,7 +23,11 @@ HEADS = {
 # With float32, jax_pallas runs "chunked". The files have no rows of core_triton's "chunked".
 OURS = {"triton": "core_triton", "mosaic": "jax_pallas", "chunked": "jax_pallas"}
 PEERS = {
-    **{"trl": "trl", "verl": "verl", "torch.compile": "torch.compile", "eager": "eager", "liger-grpo": "Liger"},
+    "trl": "trl",
+    "verl": "verl",
+    "torch.compile": "torch.compile",
+    "eager": "eager",
+    "liger-grpo": "Liger",
     "bf16-logits": "JAX, logits in the input's dtype",
     "gradient-scan": "JAX, gradients in a scan",
     "checkpointed-scan": "JAX, checkpointed scan",
