@@ -4,11 +4,10 @@ budget.
 They determine speed and memory. They change results only by rounding.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from core_triton.tile_config import padded
-from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, choose_whole_rows
+from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 
 def workspace_model(
@@ -146,9 +145,5 @@ def choose_stored(
     recomputing = WorkspaceModel(fixed, per_row + 4 * padded(1), per_class, 4)
     if stores:
         keeping = WorkspaceModel(fixed, per_row + 4 * (classes + padded(1)), per_class, 0)
-        if not copies_head:
-            whole = choose_whole_rows(keeping, tokens, classes, budget, overlaps=False)
-            if whole is not None:
-                return replace(whole, keeps_logits=True)
         return choose_plan_a(keeping, recomputing, tokens, classes, budget, float32=True)
     return choose_chunks(recomputing, tokens, classes, budget)

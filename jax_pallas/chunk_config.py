@@ -7,9 +7,13 @@ It determines speed and memory. It changes results only by rounding.
 from dataclasses import replace
 from typing import Any
 
-from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, choose_whole_rows
+from linear_ce.chunking import LEAST_FLOAT32_ROWS, ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 GEMM_WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes for a GEMM, at most
+
+# Rows whose three float32 matmuls take about as long as reading and writing d_weight once more does. Independent of D
+# and V. By the arithmetic and the bandwidth of an H100 and an H200.
+D_WEIGHT_ROWS = 14
 
 
 def workspace_model(
@@ -110,10 +114,10 @@ def choose_stored(
     *, tokens: int, hidden: int, classes: int, stores: bool, d_input: bool, budget: int
 ) -> ChunkConfig | None:
     """Returns the chunks of a float32 call on a GPU, whose logits XLA stores for all classes; None if the budget holds
-    too few rows.
+    fewer than LEAST_FLOAT32_ROWS rows.
 
-    XLA then reads the head where it is, adds to d_weight where it is, and replaces the logits by d_logits where they
-    are. With vocabulary chunks it copies a chunk of the head for each matmul and adds to d_weight in another pass.
+    XLA then reads the head where it is and adds to d_weight where it is. With vocabulary chunks it copies a chunk of
+    the head for each matmul and adds to d_weight in another pass.
 
     Args:
         tokens: N.
@@ -123,8 +127,19 @@ def choose_stored(
         d_input: d_input is computed.
         budget: bytes.
     """
-    # The rows with zeros in the ignored ones; d_input before it is in its place, in two parts at most.
+    tokens = max(tokens, 1)
+    # The rows with zeros in the ignored ones; d_input before it is in its place, in two parts at most; the logits.
     per_row = 4 * hidden * (1 + 2 * d_input) + 128 + 4 * classes
     model = WorkspaceModel(64 * tokens + 8 * classes + 4096 + GEMM_WORKSPACE, per_row, 0, 0)
-    chunks = choose_whole_rows(model, tokens, classes, budget, overlaps=True)
-    return None if chunks is None else replace(chunks, keeps_logits=stores)
+    most = min(tokens, model.rows_within(budget, classes))
+    if most < min(tokens, LEAST_FLOAT32_ROWS):
+        return None
+
+    def cost(rows: int) -> int:
+        """In rows. All chunks have as many: the last one starts earlier, and computes some rows again."""
+        chunks = -(-tokens // rows)
+        return chunks * (rows + D_WEIGHT_ROWS)
+
+    step = LEAST_FLOAT32_ROWS
+    rows = tokens if most == tokens else min(range(step, most + 1, step), key=cost)
+    return ChunkConfig(rows, classes, float32_sum=False, keeps_logits=stores, bytes=model.bytes(rows, classes))

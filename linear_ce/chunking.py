@@ -25,12 +25,6 @@ ROW_MULTIPLE = 16
 LEAST_FLOAT32_ROWS = 128  # of float32 matmuls without TF32
 LEAST_ROW_GRADIENTS = 512  # of 16-bit matmuls
 
-FLOAT32_TILE_ROWS = 128  # of a tile of cuBLAS's float32 GEMMs, which compute whole tiles
-
-# Rows whose three float32 matmuls take about as long as reading and writing d_weight once more does. Independent of D
-# and V. By the arithmetic and the bandwidth of an H100 and an H200.
-D_WEIGHT_ROWS = 14
-
 
 # Rows that are saved for the backward pass, if not all of them. With fewer, adding them to d_weight takes longer than
 # the matmul that they save.
@@ -190,32 +184,6 @@ def choose_plan_a(
         if kept.rows >= min(tokens, LEAST_FLOAT32_ROWS if float32 else tokens):
             return replace(kept, keeps_logits=True)
     return choose_chunks(recomputing, tokens, classes, budget)
-
-
-def choose_whole_rows(
-    model: WorkspaceModel, tokens: int, classes: int, budget: int, *, overlaps: bool
-) -> ChunkConfig | None:
-    """Returns chunks of float32 logits of all classes, in whole tiles of the GEMMs; None if not even the logits of
-    LEAST_FLOAT32_ROWS rows fit.
-
-    Args:
-        model: the workspace, as a function of the rows only.
-        tokens, classes, budget: as in `choose_chunks`.
-        overlaps: the last chunk has as many rows as the others, some of which are those of the chunk before.
-    """
-    tokens = max(tokens, 1)
-    most = min(tokens, model.rows_within(budget, classes))
-    if most < min(tokens, LEAST_FLOAT32_ROWS):
-        return None
-
-    def cost(rows: int) -> int:
-        """In rows."""
-        chunks = -(-tokens // rows)
-        computed = chunks * rows if overlaps else -(-tokens // FLOAT32_TILE_ROWS) * FLOAT32_TILE_ROWS
-        return computed + chunks * D_WEIGHT_ROWS
-
-    rows = tokens if most == tokens else min(range(FLOAT32_TILE_ROWS, most + 1, FLOAT32_TILE_ROWS), key=cost)
-    return ChunkConfig(rows, classes, float32_sum=False, bytes=model.bytes(rows, classes))
 
 
 def _largest(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> ChunkConfig:

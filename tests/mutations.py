@@ -919,10 +919,10 @@ STORED_LOGITS = (
         tests("chunking", "kept"),
     ),
     Mutation(
-        "linear_ce/chunking.py",
-        "computed = chunks * rows if overlaps",
-        "computed = chunks * rows if not overlaps",
-        tests("chunking", "whole_float32"),
+        "jax_pallas/chunk_config.py",
+        "return chunks * (rows + D_WEIGHT_ROWS)",
+        "return chunks",
+        tests("chunking", "of_jax"),
     ),
     Mutation(
         "jax_pallas/stored_logits.py",

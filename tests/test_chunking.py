@@ -336,27 +336,27 @@ def test_stored_chunks_of_jax_have_all_classes_and_fit(options: dict[str, Any], 
         assert fixed + min(tokens, chunking.LEAST_FLOAT32_ROWS) * per_row > budget
         return
     assert (config.vocab_chunk, config.keeps_logits) == (classes, options["stores"])
-    assert config.rows == tokens or config.rows % chunking.FLOAT32_TILE_ROWS == 0
+    assert config.rows == tokens or config.rows % chunking.LEAST_FLOAT32_ROWS == 0
     assert config.rows * logits < config.bytes <= budget
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most", "overlaps", "rows"),
+    ("tokens", "most", "rows"),
     [
-        (8192, 8192, True, 8192),  # one chunk
-        (8192, 1100, True, 1024),  # 8 chunks
-        (8192, 900, True, 512),  # 10 of 896 rows compute 768 of them twice, 16 of 512 none
-        (8192, 900, False, 896),  # 9, and one of 128 rows
-        (8192, 400, True, 256),
-        (8192, 128, True, 128),
-        (8192, 127, True, None),
-        (100, 127, True, 100),
-        (100, 99, True, None),
+        (8192, 8192, 8192),  # one chunk
+        (8192, 1100, 1024),  # 8 chunks
+        (8192, 900, 512),  # 10 of 896 rows compute 768 of them twice, 16 of 512 none
+        (8192, 400, 256),
+        (8192, 128, 128),
+        (8192, 127, None),
+        (100, 127, 100),
+        (100, 99, None),
     ],
 )
-def test_rows_of_whole_float32_logits(tokens: int, most: int, overlaps: bool, rows: int | None) -> None:
-    model = chunking.WorkspaceModel(1000, 40, 0, 0)
-    config = chunking.choose_whole_rows(model, tokens, 10, 1000 + 40 * most, overlaps=overlaps)
+def test_rows_of_stored_logits_of_jax(tokens: int, most: int, rows: int | None) -> None:
+    sizes: dict[str, Any] = {"tokens": tokens, "hidden": 4, "classes": 10, "stores": True, "d_input": False}
+    fixed = jax_pallas.chunk_config.GEMM_WORKSPACE + 64 * tokens + 80 + 4096
+    config = jax_pallas.chunk_config.choose_stored(**sizes, budget=fixed + (16 + 128 + 40) * most)
     assert (None if config is None else config.rows) == rows
 
 
