@@ -26,7 +26,12 @@ def test_case(case: Case) -> None:
     check("jax-chunked", case)
 
 
-FLOAT32 = [case for case in cases() if case.dtype == "float32" and not case.head_dtype]
+# A call with padding in the head does not store its logits.
+FLOAT32 = [
+    case
+    for case in cases()
+    if case.dtype == "float32" and not case.head_dtype and case.spec.vocab_size in (None, case.vocab)
+]
 QUICK_FLOAT32 = frozenset(case.name for case in FLOAT32 if case.name in quick_names("jax-chunked"))
 
 
