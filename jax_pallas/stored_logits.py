@@ -10,14 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas.chunked import (
-    RowGradient,
-    Tiles,
-    finished_logits,
-    logits_tile,
-    tile_d_logits,
-    tile_partial,
-)
+from jax_pallas.chunked import RowGradient, Tiles, finished_logits, logits_tile, tile_d_logits, tile_partial
 from jax_pallas.problem import Problem, add_d_weight, float32_matmul
 from jax_pallas.row_math import Partial
 from jax_pallas.slicing import Slice, over_slices
@@ -47,7 +40,7 @@ def _logits(problem: Problem, x: Array, vocab_chunk: Slice) -> Array:
     w, scaled = problem.weight_of(vocab_chunk), problem.spec.logit_scale != 1.0
     if problem.spec.softcap is None and not (scaled and problem.linear_bias is not None):
         logits = logits_tile(problem, x, w, vocab_chunk)  # cuBLAS multiplies, or adds the bias
-        return lax.optimization_barrier(logits) if scaled else logits
+        return lax.optimization_barrier(logits) if scaled else logits  # as in `chunked.py`
     logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis))
     return _replaced(logits, lambda logits, part: finished_logits(problem, logits, part))
 
