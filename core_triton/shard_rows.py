@@ -204,7 +204,7 @@ class PartialSums:
 
 
 class ShardExchange(NoExchange):
-    """What ranks with shards of the vocabulary and the same tokens exchange, in the order of this file.
+    """What ranks with shards of the vocabulary and the same tokens exchange.
 
     Args:
         problem: of this rank's classes: `of_own_classes`.

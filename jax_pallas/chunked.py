@@ -10,7 +10,8 @@ tile of the logits exists at a time:
 
 All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
 `vocab_offset` on. Devices that divide the vocabulary exchange the results of each pass (`vocab_shard.py`). `Tiles`
-computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels in `recompute.py`.
+computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels in `recompute.py`, and for
+float32 on a GPU in `stored_logits.py`, whose tiles have all classes.
 
 The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-8
 of its value. At the logits of a trained model that is several times the error of everything else.

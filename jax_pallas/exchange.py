@@ -38,7 +38,7 @@ class Chunk:
         numbers: what the results of the rows are made from.
         e: the exponentials, if there are gradients.
         others: of `Exponentials`.
-        rho: (size,) float32, likewise.
+        rho: (size,) float32, if there are gradients.
         power: () float32, the factor of E^T x, of float16: (50); None: 1.
         smooth: the terms of `Smoothing.of_input` that d_input gets before it is rounded, or None.
         unit_scale: (rows,) of `float16.unit_scale`, or None.

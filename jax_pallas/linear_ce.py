@@ -16,9 +16,9 @@ reduction with grad_into also computes the gradient of the head where it is not 
 calls with grad_into the backward pass adds to it.
 
 The files of a call, in order: this one, `arguments.py`, `ops.py` (`token_ops.py` for a token loss; with a saved_budget
-`saved_ops.py` before it), `plan.py`, then `scaled_exp.py` (with `float16.py` for float16, or `recompute.py` with
-`chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,
-`row_kernels.py`, `saved_kernels.py` or `target_grad.py`.
+`saved_ops.py` before it), `plan.py`, then `scaled_exp.py` (with `float16.py` for float16; or `chunked.py` with
+`recompute.py`, or with `stored_logits.py` for float32 on a GPU), then the file of a kernel with its launcher:
+`hopper_logits.py`, `hopper_gradients.py`, `kernels.py`, `row_kernels.py`, `saved_kernels.py` or `target_grad.py`.
 """
 
 import math
