@@ -23,6 +23,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax_pallas import vocab_shard
 from jax_pallas.devices import Devices, aligned
 from jax_pallas.options import Arrays, Options, TokenOptions
+from jax_pallas.primitives import varying
 from jax_pallas.problem import Gradients, NeedsGrad, Problem
 
 Static = Options | TokenOptions
@@ -93,10 +94,11 @@ def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
 
 def own_rows(devices: Devices, rows: Array) -> Array:
     """Returns this device's part of rows of all devices that divide the tokens, which have the same."""
-    if devices.token_parts == 1:
-        return rows
+    axes = devices.gather_axes
+    if devices.token_parts == 1:  # all rows, which vary over the axes like those of other devices
+        return lax.pcast(rows, tuple(axis for axis in axes if axis not in varying(rows)), to="varying")
     size = rows.shape[0] // devices.token_parts
-    return lax.dynamic_slice_in_dim(rows, lax.axis_index(devices.gather_axes) * size, size)
+    return lax.dynamic_slice_in_dim(rows, lax.axis_index(axes) * size, size)
 
 
 def of_all_rows(problem: Problem) -> Problem:

@@ -503,6 +503,14 @@ def test_on_several_devices(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
 
 
+@pytest.mark.parametrize("gather", ["tokens", "head"])
+def test_a_mesh_of_one_device(gather: str) -> None:
+    """As of a program for several devices that is tried on one."""
+    case, options = CASES["log-probabilities"], {"gather": gather, "vocab_axis_name": "fsdp", "memory_budget": 2**17}
+    arrays = make_arrays(case)
+    assert_within_budget(case, arrays, run_sharded(case, arrays, mesh_of(fsdp=1), "chunked", **options))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", EVERY_CASE)
