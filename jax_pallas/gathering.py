@@ -87,18 +87,23 @@ def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
     def gathered(index: int, array: Array) -> Array:
         return cast(Array, lax.all_gather(array, axes, tiled=True, to="invarying")) if index in rows else array
 
+    def own(rows: Array) -> Array:
+        rows = own_rows(devices, rows)
+        # The rows of the only device do not vary yet, as those of one of several do.
+        missing = tuple(axis for axis in axes if axis not in varying(rows))
+        return cast(Array, lax.pcast(rows, missing, to="varying")) if missing else rows
+
     results = operator(inner, *(gathered(index, array) for index, array in enumerate(arrays)))
     # Not a loss, or a sum of grad_into.
-    return tuple(own_rows(devices, result) if result.ndim == 1 else result for result in results)
+    return tuple(own(result) if result.ndim == 1 else result for result in results)
 
 
 def own_rows(devices: Devices, rows: Array) -> Array:
     """Returns this device's part of rows of all devices that divide the tokens, which have the same."""
-    axes = devices.gather_axes
-    if devices.token_parts == 1:  # all rows, which vary over the axes like those of other devices
-        return lax.pcast(rows, tuple(axis for axis in axes if axis not in varying(rows)), to="varying")
+    if devices.token_parts == 1:
+        return rows
     size = rows.shape[0] // devices.token_parts
-    return lax.dynamic_slice_in_dim(rows, lax.axis_index(axes) * size, size)
+    return lax.dynamic_slice_in_dim(rows, lax.axis_index(devices.gather_axes) * size, size)
 
 
 def of_all_rows(problem: Problem) -> Problem:
