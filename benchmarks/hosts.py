@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from benchmarks.hosts_rows import CONFIGS, HOSTS, KEY, SIZES, VARIANTS, Request, Row, plan
+from benchmarks.hosts_rows import COMPILED, CONFIGS, HOSTS, KEY, SIZES, VARIANTS, Request, Row, plan
 from benchmarks.methods import installed
 from benchmarks.train_process import answer_of
 
@@ -118,7 +118,7 @@ class Run:
 
     def compile_ahead(self, processes: Sequence[Sequence[Row]]) -> None:
         """Compiles rows for PyTorch's cache on the disk, in a process each."""
-        rows = [row for process in processes for row in process if row.variant.endswith("compiled")]
+        rows = [row for process in processes for row in process if row.variant.endswith(COMPILED)]
         with ThreadPoolExecutor(self.options.compile_jobs) as pool:
             for row, answers in zip(rows, pool.map(lambda row: [*self.ask([row], ahead=True)], rows), strict=True):
                 notes = [answer["note"] or answer["status"] for answer in answers]

@@ -33,7 +33,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PERMANENT = ("liger", "ours+liger")  # cannot be undone in a process, so they come last
-VARIANTS = ("plain", "compiled", "liger", "ours", "ours+liger", "ours+compiled")
+VARIANTS = ("plain", "compiled", "liger", "ours", "ours+liger", "ours+compiled", "tuned", "ours+tuned")
+COMPILED = ("compiled", "tuned")  # the ends of the names of variants in torch.compile
 
 
 class Host(NamedTuple):
@@ -55,7 +56,7 @@ class Host(NamedTuple):
 HOSTS = {
     "transformers": Host(
         module="benchmarks.hosts_transformers",
-        variants=("plain", "ours", "compiled", "ours+compiled", "liger", "ours+liger"),
+        variants=("plain", "ours", "compiled", "ours+compiled", "tuned", "ours+tuned", "liger", "ours+liger"),
         parts=((None, "step"),),
         sizes=tuple(SIZES),
     ),
@@ -79,7 +80,8 @@ class Row:
         config: a key of `CONFIGS`.
         variant: "plain" is the library as it is, "compiled" in torch.compile, "liger" with all kernels of liger-kernel,
             "ours" with the adapter of the host, "ours+liger" with `patch(model, liger=True)`, and "ours+compiled" the
-            patched model in torch.compile.
+            patched model in torch.compile. "tuned" and "ours+tuned" are compiled too, with `KEPT` and `tune` of
+            `hosts_transformers`.
         seq: tokens of a sequence.
         batch: sequences of a step.
         trainer: of the library, if it has several.

@@ -16,6 +16,8 @@ NAMES = {
     "ours": "ours",
     "ours+liger": "ours, Liger's other kernels",
     "ours+compiled": "ours, compiled",
+    "tuned": "compiled, tuned",
+    "ours+tuned": "ours, compiled, tuned",
 }
 GIB = 2**30
 
@@ -54,6 +56,10 @@ BARS = (
         hosts=("transformers",), trainer=None, part="step", ours="ours+compiled", other="liger", speed=1, memory=1,
     ),
     Bar(
+        text="ours with torch.compile, tuned, is faster than Liger, at no more memory",
+        hosts=("transformers",), trainer=None, part="step", ours="ours+tuned", other="liger", speed=1, memory=1,
+    ),
+    Bar(
         text="the loss of GRPO is at least 1.4 times as fast, and its peak memory is lower",
         hosts=("trl",), trainer="GRPO", part="loss", ours="ours", other="plain", speed=1.4, memory=1, less=True,
     ),
@@ -76,9 +82,9 @@ def hosts_tables(contents: Sequence[Mapping[str, Any]]) -> list[str]:
         if not rows:
             continue
         lines += [*source(content, rows.values()), ""]
-        for host, of in HOSTS.items():
-            variants = [name for name in VARIANTS if name in of.variants]
-            lines += _table(host, variants, rows)
+        for host in HOSTS:
+            found = {key[-1] for key in rows if key[0] == host}
+            lines += _table(host, [name for name in VARIANTS if name in found], rows)
         for bar in BARS:
             lines += wrapped(f"- {bar.text}: {_verdict(bar, rows)}.", "  ")
         lines.append("")

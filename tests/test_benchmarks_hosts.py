@@ -47,6 +47,39 @@ def test_a_row_of_transformers(variant: str) -> None:
     assert (found["gradient_error"] == own) == (variant == "plain")
 
 
+def test_a_tuned_model_has_causal_attention_without_a_mask() -> None:
+    """In a compiled graph. A model with a sliding window keeps its masks."""
+    tokens, losses, attention = torch.arange(32)[None] * 7 % 512, [], []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+        attention.extend((node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in calls)
+        return graph.forward
+
+    for tuned in (False, True):
+        model = make_model("smoke")
+        if tuned:
+            hosts_transformers.tune(model, "smoke")
+        losses.append(hosts_transformers.loss_of(torch.compile(model, backend=compiler), tokens).item())
+    torch.compiler.reset()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    (mask, causal), tuned_attention = attention
+    assert tuned_attention == (None, True)
+    assert (mask is None) == causal
+    model = make_model("smoke")
+    hosts_transformers.tune(model, "gemma3-270m")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_tuned_rows_keep_less_for_the_backward_pass() -> None:
+    from torch._functorch import config
+
+    assert config.activation_memory_budget == 1.0
+    with hosts_transformers.kept_by_the_compiler(hosts_transformers.KEPT):
+        assert config.activation_memory_budget == 0.9
+    assert config.activation_memory_budget == 1.0
+
+
 def test_a_row_begins_without_the_model_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[Any] = []
 
@@ -287,14 +320,17 @@ def test_tables_have_the_rows_and_say_which_bars_they_miss(tmp_path: Path, capsy
     path.write_text(json.dumps({"device": "H200", "versions": {"torch": "1"}, "rows": rows}))
     tables.main(["--hosts", "--json", str(path)])
     out = capsys.readouterr().out
-    assert out.startswith("H200, torch 1, at 0123456:\n\n| transformers, sequences x tokens | as it is | compiled |")
-    cells = "1,000/s, 9.00 GiB | - | 1,500/s (1.50 x), 4.00 GiB | failed | - | 3,000/s (3.00 x), 5.00 GiB |"
+    assert out.startswith(
+        "H200, torch 1, at 0123456:\n\n| transformers, sequences x tokens | as it is | Liger | ours |"
+    )
+    cells = "1,000/s, 9.00 GiB | 1,500/s (1.50 x), 4.00 GiB | failed | 3,000/s (3.00 x), 5.00 GiB |"
     assert f"| qwen2.5-0.5b, 16 x 512 | {cells}\n" in out
     assert "| GRPO, loss, qwen2.5-0.5b, 16 x 512 | 1,000/s, 2.00 GiB | 1,450/s (1.45 x), 1.50 GiB |" in out
     assert "smoke" not in out
     bars = " ".join(out[out.index("- ours") :].split())
     assert "no more memory: missed at qwen2.5-0.5b, 16 x 512 (1.25 x the memory); memory not measured at" in bars
     assert "memory not measured at qwen2.5-0.5b, 4 x 4,096." in bars
+    assert "tuned, is faster than Liger, at no more memory: not measured." in bars
     missed = "(1.30 x as fast); GRPO, loss, qwen2.5-0.5b, 4 x 4,096 (1.00 x the memory)."
     assert f"peak memory is lower: missed at GRPO, loss, qwen2.5-0.5b, 4 x 4,096 {missed}" in bars
     assert "twice as fast: met at all 1 shapes measured." in bars
