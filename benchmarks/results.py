@@ -54,7 +54,7 @@ def commit(*more: str, root: Path = ROOT) -> str:
 # What computes the methods of a framework's package: the files that the paths with kernels import, themselves included,
 # and the choice of chunks. The public functions and their autograd launch none of their kernels.
 KERNELS = {"torch": "core_triton", "jax": "jax_pallas"}
-PATHS = ("scaled_exp", "recompute")
+PATHS = ("scaled_exp", "recompute", "stored_logits")
 NO_KERNELS = ("token_hook",)  # imported by the paths, but it launches none of their kernels
 CHOICES = ("chunk_cost.py", "chunking.py", "gpus.py")
 

@@ -112,8 +112,10 @@ class TokenSlices(ShardExchange):
         Returns `target`."""
         problem, rows, shard, x = self.problem, self.rows, self.shard, self.problem.input
         config = plan_of(problem).scaled_exp_config
+        assert config.rows % shard.ranks == 0
         self.slice_rows = config.rows // shard.ranks
         self.chunks = config.chunks(len(problem.target))
+        self.left = len(self.chunks)  # the chunks that have not begun
         self.slot, self.place = torch.empty_like(rows.order), torch.empty_like(rows.order)
         self.counts = rows.count.new_empty((len(self.chunks), 4))  # each at a multiple of 16 bytes
         self.own_order, self.own_counts = rows.order.new_empty(shard.tokens), rows.row_weight.new_empty(shard.tokens)
@@ -172,6 +174,8 @@ class TokenSlices(ShardExchange):
     def begin(self, chunk: slice) -> tuple[Problem, PackedRows]:
         """Also starts to gather the rows of the chunk after it."""
         number = self.chunks.index(chunk)
+        assert number == self.left - 1, "chunks run from the last to the first"
+        self.left = number
         if self.target_logits is None:
             self._start_target_logits(number)
         assert self.target_logits is not None
@@ -207,6 +211,7 @@ class TokenSlices(ShardExchange):
         chunk after this one."""
         sent = 0.0
         if self.sums is not None:
+            assert self.sums.waiting is None  # so that nothing reads `own_part` any more
             part, ranks = self.sums.part[: chunk.n], self.shard.ranks
             own, start = self.own_part[: chunk.n // ranks], chunk.start // ranks
             sent = vocab_shard.sent_by_sum(ranks, part.nbytes, of_own=True)
@@ -220,6 +225,7 @@ class TokenSlices(ShardExchange):
     def add_targets(self, d_weight: Tensor | None, d_bias: Tensor | None, memory: Tensor) -> None:
         """The buffers still have the rows of the input of the first two chunks. The others are gathered once more, as
         many at a time as `memory` holds, or else a buffer."""
+        assert self.left == 0
         rows, ranks, tokens = self.rows, self.shard.ranks, self.shard.tokens
         hidden, size = self.problem.input.shape[1], self.chunks[0].stop
         count, classes = rows.count.new_full((), len(rows.order)), self.problem.classes

@@ -223,7 +223,8 @@ class ShardExchange(NoExchange):
         """Ends what was exchanged beside the logits of a chunk: the sum of the chunk before, if it waits."""
         if chunk.exchanged is None:
             return
-        waiting: WaitingSum = chunk.exchanged
+        waiting = chunk.exchanged
+        assert isinstance(waiting, WaitingSum)
         # The rows replace those of x after it was read. Their sum ends before that of the numbers begins: XLA runs one
         # collective at a time, and would begin it after that of the numbers, beside no matmul.
         found, x, total = lax.optimization_barrier((chunk.numbers.found, chunk.x, waiting.total))

@@ -87,6 +87,7 @@ class TokenSlices(ShardExchange):
     def begin(
         self, rows: CallRows, chunk: Slice, exchanged: GatheredChunk, *, first: bool
     ) -> tuple[CallRows, Array, NextChunk | None]:
+        assert len(exchanged.x) == chunk.size
         x, of_chunk = exchanged.x, Slice(chunk.start, len(exchanged.ref_exponent), None)
         rows = rows._replace(ref_exponent=of_chunk.put(rows.ref_exponent, exchanged.ref_exponent))
         if plan_of(self.problem).fits_float16:
@@ -103,7 +104,8 @@ class TokenSlices(ShardExchange):
         exchanged with the numbers of this chunk."""
         if chunk.exchanged is None:
             return
-        following: NextChunk = chunk.exchanged
+        following = chunk.exchanged
+        assert isinstance(following, NextChunk)
         x, rows = lax.optimization_barrier((following.x, chunk.rows))
         own, chunk.rows = lax.optimization_barrier((self._place(rows, following.chunk, x), rows))
         chunk.exchanged = GatheredChunk(x, vocab_shard.all_sum(self.devices, own))
