@@ -627,7 +627,6 @@ SLOW = (
     "vocabulary, eager gradients",
     # test_jax_pallas_sharded.py has these options of tokens that are divided, and tokens on two axes of a mesh.
     "tokens, sum in float32, none",
-    "tokens, normalizer",
     "tokens, sum",
     "tokens, two axes",
     # Both axes have a float32 sum, and a vocabulary that is not padded has smoothing.

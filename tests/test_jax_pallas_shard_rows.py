@@ -209,7 +209,8 @@ TOKEN_CASES += (
 )
 TOKEN_CASES += float32_heads(TOKEN_CASES)
 QUICK_TOKENS = (
-    "tokens, split head, smoothing, padded",
+    "tokens, split head, padded, token loss",
+    "tokens, smoothing, padded",
     "tokens, exchange",
     "tokens, small probabilities",
     "tokens, invariant",
