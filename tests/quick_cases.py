@@ -1,6 +1,6 @@
 """Selects the cases that the quick suite runs on backends that take half a second or more per case.
 
-`python -m parity`, `make test-slow` and the tests of the cheap backend (torch-chunked) run every case.
+`python -m parity` and `make test-slow` run every case. `common_names` are those of what takes milliseconds per case.
 """
 
 from collections.abc import Mapping
@@ -157,6 +157,15 @@ def token_loss_names() -> frozenset[str]:
         chosen.append(max(values, key=lambda name: len(values[name] & missing)))
         missing -= values[chosen[-1]]
     return frozenset(chosen)
+
+
+@cache
+def common_names() -> frozenset[str]:
+    """Returns the names of the cases that every pair of options needs, of all token losses and, in rotation, of one
+    dtype for each edge."""
+    token_losses = {case.name for case in cases() if case.name.startswith("token_loss")}
+    of_edges = {variants[number % len(variants)].name for number, variants in enumerate(edges().values())}
+    return pairwise_names() | QUICK_SHARP | token_losses | of_edges
 
 
 def edges() -> dict[str, list[Case]]:

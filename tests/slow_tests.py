@@ -282,6 +282,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         # Both frameworks share what parses and records options and fits rows.
         "test_a_sweep_sets_every_option_that_measuring_reads[jax]",
         "test_rows_are_measured_and_fitted[torch]",
+        # Two tests check the rows of each count in JAX, and the plan of a program of such rows.
+        "test_jax_compiles_a_program_for_each_row_count[plan]",
     ),
     # Importing peft takes ten seconds.
     "test_flax_peft.py": (
@@ -533,6 +535,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_benchmarks_objectives.py": (
         # The other tests of objectives run JAX's methods, and PyTorch runs every objective.
         "test_every_objective_runs_end_to_end[jax-methods1]",
+        # The checks are those of PyTorch's methods, and two tests compare the references that JAX's methods have.
+        "test_wrong_objectives_are_found[jax-benchmarks.jax_methods-of_jax]",
     ),
     "test_benchmarks_scale_out.py": (
         # Both frameworks share the command. PyTorch also measures other libraries.
@@ -546,6 +550,9 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_case[token_loss-weighted_nll-mean-fp16-n123]",
         "test_case[log_probs-fp16-bias-ignored-tight-head32-strided-n4x63]",
         "test_case[edge-token_loss-stats-logits80-bf16]",
+        # The other means and sums have these options, and another edge has a class that is masked.
+        "test_stored_logits_of_all_classes[mean-fp32-softcap-scale-weight-normalizer-axis1-tight-nostats-strided-n50]",
+        "test_stored_logits_of_all_classes[edge-masked_vocabulary-tight-fp32]",
     ),
     "test_benchmarks_compare.py": (
         # The other tests of this file compare stand-ins, and those of the harness check results of both frameworks.

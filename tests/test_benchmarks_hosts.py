@@ -29,6 +29,12 @@ transformers = import_transformers()
 REQUEST = Request(rows=[], file="", seconds=0.0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_the_rows_are_scanned() -> None:
+    """Each row collects garbage twice. A scan of what the tests of other files have left takes half a second."""
+    gc.freeze()
+
+
 def check_row(row: Row, most: float = 1e-3) -> dict[str, Any]:
     """Measures a row, and checks what each has. Its loss may differ by `most` from the library's."""
     found = answer(row, REQUEST)

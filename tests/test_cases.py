@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quick_cases import QUICK_SHARP
+from quick_cases import QUICK_SHARP, common_names, quick_parameters
 
 from linear_ce.reference import reference_log_probs
 from linear_ce.rounding import round_to
@@ -113,7 +113,7 @@ def test_arrays_repeat() -> None:
         np.testing.assert_array_equal(first[name], second[name])
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick_parameters(common_names()))
 def test_arrays_and_truth_of_a_case(case: Case) -> None:
     arrays = make_arrays(case)
     assert arrays["input"].shape == (*case.lead, case.hidden)

@@ -107,8 +107,9 @@ def more_cases(dtype: str, share: int) -> tuple[str, ...]:
 # pairwise cases of 16 bits is quick and one of float32, except token losses, which have the same matmuls, and so are
 # the edges whose matrices have special values, layouts or chunks. All others run with the slow cases.
 OF_MATRICES = (
-    *("edge-grad_into", "edge-head_split", "edge-hidden", "edge-inf", "edge-masked_vocabulary", "edge-nan_input"),
-    *("edge-nan_masked", "edge-nan_padding", "edge-log_probs-log_prob-axis1", "edge-saved-part"),
+    *("edge-grad_into-options", "edge-head_split-options", "edge-head_split-few", "edge-hidden", "edge-inf_input"),
+    *("edge-masked_vocabulary", "edge-nan_input", "edge-nan_masked-mean", "edge-nan_padding"),
+    *("edge-log_probs-log_prob-axis1", "edge-saved-part"),
 )
 _WITHOUT_TOKEN_LOSS = sorted(name for name in PAIRWISE if not name.startswith("token_loss"))
 SM80 = {

@@ -1,19 +1,21 @@
-"""Compares core_triton with the float64 reference: every case of the table, and float16 sizes that could underflow."""
+"""Compares core_triton with the float64 reference: the cases of the table (the quick suite runs a part of them), and
+float16 sizes that could underflow."""
 
 import pytest
 from assertions import check, check_many_logits
+from quick_cases import common_names, quick_parameters
 
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
-from parity.cases import Case, cases
+from parity.cases import Case
 from parity.expected import expected
 from parity.tolerances import error
 
 pytestmark = pytest.mark.usefixtures("torch_poisons_buffers")
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick_parameters(common_names()))
 def test_case(case: Case) -> None:
     check("torch-chunked", case)
 

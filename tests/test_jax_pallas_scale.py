@@ -625,6 +625,12 @@ SLOW = (
     "vocabulary, more programs",
     # Tokens that are divided: an eager gradient is among their programs.
     "vocabulary, eager gradients",
+    # test_jax_pallas_sharded.py has these options of tokens that are divided, and tokens on two axes of a mesh.
+    "tokens, sum in float32, none",
+    "tokens, sum",
+    "tokens, two axes",
+    # Both axes have a float32 sum, and a vocabulary that is not padded has smoothing.
+    "vocabulary, float32 sum",
     *(f"every case, {part}" for part in range(len(MESHES))),
 )
 
