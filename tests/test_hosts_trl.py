@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -520,13 +520,29 @@ def test_the_head_of_another_number_of_tokens_is_refused(adapter: Any) -> None:
     trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type="dapo"))
     inputs = grpo_inputs(trainer)
     adapter.patch(trainer)
-    objective = adapter._grpo_objective(trainer, inputs)
-    wrong = objective._replace(per_token=(objective.per_token[0][1:],))
-    with (
-        mock.patch.object(adapter, "_grpo_objective", return_value=wrong),
-        pytest.raises(RuntimeError, match="the head of GRPOTrainer got 18 tokens, but its loss has 17"),
+    objective = adapter._grpo_objective(trainer, inputs, 18)
+    for count, outcome in (
+        (17, pytest.raises(RuntimeError, match="the head of GRPOTrainer got 18 tokens, but its loss has 17")),
+        (18, nullcontext()),
     ):
-        step(trainer, inputs)
+        wrong = objective._replace(count=torch.tensor(count))
+        with mock.patch.object(adapter, "_grpo_objective", return_value=wrong), outcome:
+            step(trainer, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_loss_of_grpo_waits_for_no_device(adapter: Any, loss_type: str) -> None:
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type=loss_type, beta=0.1))
+    inputs = {name: one.cuda() for name, one in grpo_inputs(trainer, TOOLS, OLD, REF).items()}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        objective = adapter._grpo_objective(trainer, inputs, 18)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    mask = inputs["completion_mask"] != 0
+    torch.testing.assert_close(objective.per_token[1], inputs["old_per_token_logps"][mask])
 
 
 def test_another_version_of_trl_is_refused(adapter: Any) -> None:

@@ -16,7 +16,7 @@ error if the gradient that the trainer computed has another direction.
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -212,10 +212,12 @@ class _Installed:
         for model in {trainer.model, getattr(trainer, "ref_model", None)} - {None}:
             self.hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
             self.hooks.append(model.register_forward_hook(self._after, with_kwargs=True, always_call=True))
-        self.objective: Objective | None = None  # of the loss that the trainer is computing
+        # Of the loss that the trainer is computing, given how many tokens the head gets
+        self.objective: Callable[[int], Objective] | None = None
         base = _base(type(trainer)).__name__
         if base == "SFTTrainer" and _is_of_trl(trainer, "compute_loss"):
-            self.objective = _sft_objective(trainer)
+            of_trainer = _sft_objective(trainer)
+            self.objective = lambda tokens: of_trainer
         if base == "GRPOTrainer" and _is_of_trl(trainer, "_compute_loss"):
             trainer._compute_loss = self._compute_loss
 
@@ -229,7 +231,8 @@ class _Installed:
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """`GRPOTrainer._compute_loss`, which calls the model once with gradients."""
-        self.objective = _grpo_objective(self.trainer, inputs)
+        if _is_of_tokens(self.trainer):
+            self.objective = partial(_grpo_objective, self.trainer, inputs)
         try:
             return type(self.trainer)._compute_loss(self.trainer, model, inputs)
         finally:
@@ -284,13 +287,14 @@ class _Installed:
             one is not None and one.requires_grad for one in (hidden, weight, bias)
         )
         wanted = [name for name in STATISTICS if name in outputs]
-        objective = self.objective if differentiated else None
+        objective = None
+        if differentiated and self.objective is not None:
+            objective = self.objective(len(targets))
         if differentiated and objective is None and not set(wanted) - {"entropy"}:
             found = linear_log_probs(hidden, weight, targets, saved_budget=self.saved_budget, **options)
             return found.log_prob, found.entropy if wanted else None, None, None, None
         stats = ("log_prob", *(STATISTICS[name] for name in wanted))
         if objective is not None:
-            objective.check(self.name, len(targets))
             token_loss, per_token, token_weight = objective.token_loss, objective.per_token, objective.token_weight
             options |= {"token_weight": token_weight, "reduction": "sum"}
         else:
@@ -350,18 +354,14 @@ class Objective(NamedTuple):
         per_token: (N,) each, its arguments besides the log-probabilities.
         token_weight: (N,) positive, a factor of each token, or None.
         rounding: () or a number. Where no derivative is larger, rounding may be a large part of all of them.
+        count: () the number of tokens of the trainer's loss, on the device; None if all that the head gets count.
     """
 
     token_loss: Callable[..., Tensor]
     per_token: tuple[Tensor, ...] = ()
     token_weight: Tensor | None = None
     rounding: Tensor | float = 0.0
-
-    def check(self, trainer: str, rows: int) -> None:
-        """Raises if the head gets another number of tokens."""
-        for one in (*self.per_token, self.token_weight):
-            if one is not None and len(one) != rows:
-                raise RuntimeError(f"the head of {trainer} got {rows} tokens, but its loss has {len(one)}")
+    count: Tensor | None = None
 
     def derivative(self, log_prob: Tensor) -> Tensor:
         """Returns the derivative (N,) by log_prob (N,) of each token's loss times its weight."""
@@ -389,10 +389,19 @@ class _LogProbsOfLoss(torch.autograd.Function):
         d_log_prob = gradient.double()
         factor = (d_log_prob @ derivative) / (derivative @ derivative).clamp(min=torch.finfo(torch.float64).tiny)
         rest = (d_log_prob - factor * derivative).abs()
-        # Comparisons with NaN, which propagates, are False. One of both waits for the device.
-        if len(rest) and bool(
-            (derivative.abs().amax() > ctx.objective.rounding) & (rest.amax() > TOLERANCE * d_log_prob.abs().amax())
-        ):
+        count: Any = ctx.objective.count
+        wrong = others = torch.zeros((), dtype=torch.bool, device=rest.device)
+        if len(rest):  # comparisons with NaN, which propagates, are False
+            wrong = derivative.abs().amax() > ctx.objective.rounding
+            wrong = wrong & (rest.amax() > TOLERANCE * d_log_prob.abs().amax())
+        if count is not None:
+            others = count != len(rest)
+        wrong, others = torch.stack([wrong, others]).tolist()  # waits for the device
+        if others:
+            raise RuntimeError(
+                f"the head of {ctx.trainer} got {len(rest)} tokens, but its loss has {int(cast(Any, count))}"
+            )
+        if wrong:
             raise RuntimeError(
                 f"the gradient of the loss of {ctx.trainer} by the log-probabilities is not the one that "
                 "core_triton.hosts.trl computes for its options. Undo the patch with "
@@ -439,24 +448,31 @@ MEAN_OF_SEQUENCES = ("grpo", "sapo")  # of the means of its tokens
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # min(ratio * advantage, clip(ratio) * advantage)
 
 
-def _grpo_objective(trainer: Any, inputs: dict[str, Any]) -> Objective | None:
-    """The loss of `GRPOTrainer._compute_loss` (trl/trainer/grpo_trainer.py), or None if the loss of a token depends on
-    other log-probabilities, or on entropies, of the same pass."""
+def _is_of_tokens(trainer: Any) -> bool:
+    """Returns whether in `GRPOTrainer._compute_loss` (trl/trainer/grpo_trainer.py) the loss of a token depends on no
+    other log-probability and on no entropy of the same pass."""
+    return (
+        trainer.importance_sampling_level == "token"
+        and trainer.loss_type in (*CLIPPED, "sapo", "cispo")
+        and trainer.off_policy_mask_threshold is None
+        and trainer.top_entropy_quantile == 1.0
+        and not trainer._entropy_bonus_enabled
+    )
+
+
+def _grpo_objective(trainer: Any, inputs: dict[str, Any], tokens: int) -> Objective:
+    """The loss of `GRPOTrainer._compute_loss`, if `_is_of_tokens`.
+
+    Args:
+        tokens: how many the head gets. So nothing waits for the device to count them.
+    """
     args, loss_type = trainer.args, trainer.loss_type
-    if (
-        trainer.importance_sampling_level != "token"
-        or loss_type not in (*CLIPPED, "sapo", "cispo")
-        or trainer.off_policy_mask_threshold is not None
-        or trainer.top_entropy_quantile < 1.0
-        or trainer._entropy_bonus_enabled
-    ):
-        return None
     mask_of_rows = inputs["completion_mask"]  # (B, T), of the rows that the head gets
-    counted = mask_of_rows.nonzero(as_tuple=True)  # waits for the device, once for all arrays
+    places = torch.nonzero_static(mask_of_rows.flatten(), size=tokens).squeeze(1)
     mask = mask_of_rows * inputs["tool_mask"] if "tool_mask" in inputs else mask_of_rows
 
     def rows(array: Tensor) -> Tensor:
-        return array.float().expand(mask_of_rows.shape)[counted]
+        return array.float().expand(mask_of_rows.shape).flatten()[places]
 
     advantages = inputs["advantages"]
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
@@ -482,7 +498,7 @@ def _grpo_objective(trainer: Any, inputs: dict[str, Any]) -> Objective | None:
     )
     given = [rows(advantages), *(rows(one) for one in (old, ref) if one is not None)]
     per_token = *given, *([] if tokens_mask is None else [tokens_mask])
-    return Objective(loss.named() or loss, per_token, weight, rounding)
+    return Objective(loss.named() or loss, per_token, weight, rounding, mask_of_rows.count_nonzero())
 
 
 class PolicyLoss(NamedTuple):
