@@ -431,8 +431,9 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
         return distribute_tensor(array, mesh, [placement])
 
     shared, sharded = on(x, Replicate()), on(x, Shard(0))
-    head = on(w, Shard(0))
+    head, given = on(w, Shard(0)), (sharded, on(w, Shard(0)), on(target, Shard(0)))
     world, bias, named = dist.group.WORLD, arrays["linear_bias"], {"gather": "head"}
+    short = {"token_weight": on(x[:41, 0], Shard(0)), "gather": "tokens"}
     for message, arguments, options in (
         ("input must be a DTensor beside a DTensor linear_weight", (x, head, target), {}),
         ("linear_weight must be a DTensor beside a DTensor input", (shared, w, target), {}),
@@ -443,6 +444,8 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
         ("linear_bias must be a DTensor with the placements of", (shared, head, target), {"linear_bias": bias}),
         ("linear_bias must be a DTensor with the placements of", (x, head, target), {"linear_bias": bias, **named}),
         ("linear_weight must be Shard\\(0\\) on one dimension of its mesh", (x, on(w, Shard(1)), target), named),
+        ("linear_bias must have shape \\(101,\\)", given, {"linear_bias": on(bias[1:], Shard(0)), **named}),
+        ("token_weight must have shape .* \\(target's shape\\)", given, short),
         ("vocab_group must be None with DTensors", (shared, head, target), {"vocab_group": world}),
         ("gather must be None where input", (shared, head, target), {"gather": "head"}),
         ('gather must be "tokens", "head" or None', (shared, head, target), {"gather": "all"}),
@@ -463,6 +466,11 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
         ValueError, match="the shape of target must be the same on all ranks of vocab_group, got \\(4,\\)"
     ):
         loss(x[rows], w.chunk(ranks)[rank], target[rows], **options)
+    del options["check_agreement"]
+    with pytest.raises(ValueError, match="target must have shape \\(5, 9\\) \\(input without its last axis\\)"):
+        loss(x.reshape(5, 9, HIDDEN), w.chunk(ranks)[rank], target, **options)
+    with pytest.raises(TypeError, match="input comes from a torch.func transform"):
+        torch.func.grad(lambda x: loss(x, w.chunk(ranks)[rank], target, **options))(x)
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     with pytest.raises(ValueError, match="input must be Replicate, or Shard"):
         loss(partial, head, target)

@@ -2,6 +2,8 @@
 
 import copy
 import io
+from threading import Lock
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,3 +84,15 @@ def test_dtype_device_and_copies() -> None:
     other.load_state_dict(torch.load(stored))
     for twin in (copy.deepcopy(head), other):
         torch.testing.assert_close(twin(x, target), head(x, target), rtol=0, atol=0)
+
+
+def test_a_copy_shares_the_process_groups() -> None:
+    """As copies for averaged weights do. Process groups cannot be copied, and no lock can."""
+    group = Lock()
+    tied = nn.Sequential(nn.Embedding(50, 8), LinearCrossEntropy(8, 50, bias=True, token_group=cast("Any", group)))
+    tied[1].weight = tied[0].weight
+    twin = copy.deepcopy(tied)
+    assert twin[1].token_group is group
+    assert twin[1].weight is twin[0].weight
+    assert twin[1].weight is not tied[1].weight
+    assert twin[1].bias.equal(tied[1].bias)
