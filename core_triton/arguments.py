@@ -406,7 +406,8 @@ def _check_are_tensors(named: dict[str, Any]) -> None:
 
 def check_local(arguments: dict[str, Any]) -> None:
     """Checks types, dtypes and shapes of the arguments of a call whose tokens are gathered, before they are."""
-    named = {name: arguments.get(name) for name in ("input", "linear_weight", "target", "linear_bias", "token_weight")}
+    names = "input", "linear_weight", "target", "linear_bias", "token_weight"
+    named: dict[str, Any] = {name: arguments.get(name) for name in names}
     _check_are_tensors(named)
     compute, infos = autocast_dtype(named["input"].device), dict[str, Any]()
     for name, tensor in named.items():

@@ -92,7 +92,8 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for name, value in given.items():
         if isinstance(value, Tensor):
             check_transforms(name, value)
-    x, w = given.get("input"), given.get("linear_weight")
+    x: Any = given.get("input")
+    w: Any = given.get("linear_weight")
     if sequence_parallel:
         return _run_form(function, *_of_sequence_parallel(given, gather))
     if not is_dtensor(x) and not is_dtensor(w):
@@ -102,7 +103,7 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"gather must be None without DTensors, got {gather!r}")
     if not is_dtensor(w):
         raise ValueError("linear_weight must be a DTensor beside a DTensor input, got Tensor")
-    bias = given.get("linear_bias")
+    bias: Any = given.get("linear_bias")
     if is_dtensor(bias) and bias.shape != w.shape[:1]:  # shards that are gathered may have any sizes
         raise ValueError(f"linear_bias must have shape ({w.shape[0]},) ((V,)), got {tuple(bias.shape)}")
     if not is_dtensor(x):

@@ -256,6 +256,7 @@ def check_transformed_programs() -> None:
     for function in (in_scan, in_vmap):
         value, (d_x, *of_head) = jax.jit(jax.value_and_grad(function, HEAD))(batches[0], w, batches[1], b)
         assert_close((value, (d_x.reshape(192, 8), *of_head)), want)
+
     def of_tokens(x: Array, w: Array, y: Array) -> Array:
         axes = {"mesh": mesh, "gather": "tokens", **AXES}
         return sharded.linear_log_probs(x, w, y, **axes).log_prob.sum()
