@@ -203,21 +203,12 @@ def prepare(
         "token_weight": token_weight,
         "grad_into": grad_into,
     }
-    for name, tensor in named.items():
-        if tensor is None and name in _OPTIONAL:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name} must be a Tensor{' or None' if name in _OPTIONAL else ''}, got {type(tensor).__name__}"
-            )
-        if not compiling:
-            _check_kind(name, tensor)
+    _check_are_tensors(named)
     if normalizer is not None:
         named["normalizer"] = normalizer = _scalar(normalizer, input.device)
-    kind = input.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    compute = autocast_dtype(input.device)
+    if compute is not None:
         # The head's matmul is in autocast's dtype, as torch.nn.functional.linear's is.
-        compute = torch.get_autocast_dtype(kind)
         input = named["input"] = input.to(compute)
         if linear_weight.dtype != torch.float32:
             linear_weight = named["linear_weight"] = linear_weight.to(compute)
@@ -394,14 +385,54 @@ def _flat(tensor: Tensor, axes: int) -> Tensor:
     return tensor if tensor.ndim == axes else tensor.reshape(-1, *tensor.shape[tensor.ndim + 1 - axes :])
 
 
-def _check_kind(name: str, tensor: Tensor) -> None:
-    """Raises for a tensor that looks like one and would be treated as another."""
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype of matmuls under autocast, or None without autocast."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def _check_are_tensors(named: dict[str, Any]) -> None:
+    """Raises for an argument that is not a plain tensor."""
+    for name, tensor in named.items():
+        if tensor is None and name in _OPTIONAL:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name} must be a Tensor{' or None' if name in _OPTIONAL else ''}, got {type(tensor).__name__}"
+            )
+        if not torch.compiler.is_compiling():
+            _check_kind(name, tensor)
+
+
+def check_local(arguments: dict[str, Any]) -> None:
+    """Checks types, dtypes and shapes of the arguments of a call whose tokens are gathered, before they are."""
+    names = "input", "linear_weight", "target", "linear_bias", "token_weight"
+    named: dict[str, Any] = {name: arguments.get(name) for name in names}
+    _check_are_tensors(named)
+    compute, infos = autocast_dtype(named["input"].device), dict[str, Any]()
+    for name, tensor in named.items():
+        if tensor is not None:
+            is_cast = name == "input" or (name in ("linear_weight", "linear_bias") and tensor.dtype != torch.float32)
+            dtype = tensor.dtype if compute is None or not is_cast else compute
+            infos[name] = ArrayInfo(tuple(tensor.shape), str(dtype).removeprefix("torch."))
+    check_arrays(spec=spec_of(), classes=1, **infos)  # a shard may have no rows
+    if "token_loss" in arguments:
+        check_per_token(arguments["token_loss"], arguments.get("per_token", ()), arguments["target"])
+
+
+def check_transforms(name: str, tensor: Tensor) -> None:
+    """Raises for a tensor of a transform that the loss does not support."""
     if is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{name} comes from a torch.func transform, which is not supported: use torch.autograd.grad")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise RuntimeError(
             f"{name} has a forward-mode tangent, and the loss has no forward-mode derivative: use torch.autograd.grad"
         )
+
+
+def _check_kind(name: str, tensor: Tensor) -> None:
+    """Raises for a tensor that looks like one and would be treated as another."""
+    check_transforms(name, tensor)
     if type(tensor).__module__.startswith("torch.distributed"):
         raise TypeError(
             f"{name} must be a plain Tensor, got {type(tensor).__name__}: pass {name}.to_local(), with token_group "

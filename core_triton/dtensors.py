@@ -29,6 +29,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import ops, vocab_shard
+from core_triton.arguments import autocast_dtype, check_local, check_transforms
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
@@ -88,7 +89,11 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f'gather must be "tokens", "head" or None, got {gather!r}')
     if given.get("grad_into") is not None:
         raise ValueError("grad_into must be None with DTensors, gather or sequence_parallel")
-    x, w = given.get("input"), given.get("linear_weight")
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            check_transforms(name, value)
+    x: Any = given.get("input")
+    w: Any = given.get("linear_weight")
     if sequence_parallel:
         return _run_form(function, *_of_sequence_parallel(given, gather))
     if not is_dtensor(x) and not is_dtensor(w):
@@ -98,7 +103,12 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"gather must be None without DTensors, got {gather!r}")
     if not is_dtensor(w):
         raise ValueError("linear_weight must be a DTensor beside a DTensor input, got Tensor")
+    bias: Any = given.get("linear_bias")
+    if is_dtensor(bias) and bias.shape != w.shape[:1]:  # shards that are gathered may have any sizes
+        raise ValueError(f"linear_bias must have shape ({w.shape[0]},) ((V,)), got {tuple(bias.shape)}")
     if not is_dtensor(x):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"input must be a Tensor, got {type(x).__name__}")
         return _run_form(function, *_of_fsdp(given, gather))
     return _wrapped(_run_form(function, *_of_placements(given, gather)), x)
 
@@ -165,9 +175,7 @@ def _run_form(function: Callable[..., Any], given: dict[str, Any], form: Form) -
 def _in_float16(x: Tensor) -> bool:
     """Whether the matmuls of a call are those of float16. The range of its gradients is that of float16 too, and only
     the backward pass knows their upstream gradient, so they are not rounded before."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return dtype == torch.float16
+    return (autocast_dtype(x.device) or x.dtype) == torch.float16
 
 
 def _of_placements(given: dict[str, Any], gather: Gather | None) -> tuple[dict[str, Any], Form]:
@@ -206,6 +214,8 @@ def _of_placements(given: dict[str, Any], gather: Gather | None) -> tuple[dict[s
         gather = "tokens" if tokens < classes else "head"
     if of_vocabulary is None or gather == "head":
         return local, Form(Head(rows, of_vocabulary, shared), token_groups=tuple(of_tokens))
+    if gathers:
+        check_local(local)
     most = _most_tokens(x, of_vocabulary) if gathers else None
     local |= _of_equal_shards(local, rows, of_vocabulary.size(), classes)
     return local, Form(Head(shared=shared), of_vocabulary, classes, most, shared)
@@ -418,6 +428,7 @@ def _of_sequence_parallel(given: dict[str, Any], gather: Gather | None) -> tuple
     if gather is not None:
         raise ValueError(f"gather must be None with sequence_parallel=True, got {gather!r}")
     vocab_shard.check_group("vocab_group", group)
+    check_local(given)
     local = {name: value for name, value in given.items() if name not in ("vocab_group", "vocab_size")}
     shape, always = local["target"].shape, local.get("check_agreement", False)
     vocab_shard.check_agreement("vocab_group", group, {"the shape of target": tuple(shape)}, always=always)
@@ -435,9 +446,8 @@ def _with_vocabulary(function: Callable[..., Any], local: dict[str, Any], form: 
         return _call(function, local, vocab_group=group, vocab_size=form.classes)
     given, target, x = dict(local), local["target"], local["input"]
     shape = target.shape
-    given["input"] = x.reshape(-1, x.shape[-1])
-    if not target.dtype.is_signed:
-        given["target"] = target.long()  # so that it can be ignore_index
+    given["input"] = x.reshape(shape.numel(), x.shape[-1])
+    given["target"] = target.long()  # which can be ignore_index, and which the backends of groups can gather
     fill: dict[str, Any] = {"target": local.get("ignore_index", -100)}
     for name in ("target", "token_weight", "per_token"):
         if given.get(name) is None:

@@ -1,5 +1,6 @@
 """The loss as a module that contains the head."""
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -137,6 +138,14 @@ class LinearCrossEntropy(nn.Module):
             reduce_dtype=self.reduce_dtype,
             **options,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LinearCrossEntropy":
+        """Returns a copy that has the process groups of this module, which cannot be copied."""
+        memo |= {id(group): group for group in (self.vocab_group, self.token_group) if group is not None}
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def extra_repr(self) -> str:
         num_classes, hidden_size = self.weight.shape

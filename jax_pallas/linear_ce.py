@@ -394,7 +394,10 @@ def linear_log_probs(
     how = memory_budget, implementation, batch_invariant, saved_budget, devices
     call = prepare(LossSpec(*options), arrays, vocab_axis, *how, statistics=LSE | ENTROPY | BY_ROW)
     log_probs = (saved_ops if call.options.saved_budget else ops).log_probs
-    results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (ops.no_rows(call.grad_into),) * 3
+    if call.tokens == 0:
+        results = ops.as_results(call.options.devices, call.arrays, (ops.no_rows(call.grad_into),) * 3)
+    else:
+        results = log_probs(call.options, *call.arrays)
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
@@ -583,15 +586,14 @@ def _token_loss(
     check_shards(devices, {f"array {index} that token_loss closes over": one for index, one in enumerate(closure)})
     scalar = spec.reduction != "none"
     if call.tokens == 0:
-        if scalar:
-            loss = _with_total(jnp.zeros((), jnp.float32), call.grad_into)
-        else:
-            loss = ops.no_rows(call.grad_into).reshape(call.leading)
+        loss = jnp.zeros((), jnp.float32) if scalar else ops.no_rows(call.grad_into)
         dtypes = TokenStats(*[jnp.float32] * 7)._replace(argmax=jnp.int32, is_top1=jnp.bool_)
         empty = (
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
         )
-        return loss, TokenStats(*empty)
+        found = (loss if scalar else loss.reshape(call.leading)), TokenStats(*empty)
+        loss, of_tokens = ops.as_results(devices, (*call.arrays, *flat, *closure), found)
+        return _with_total(loss, call.grad_into if scalar else None), of_tokens
     token = TokenOptions(call.options, function, len(flat), stats, with_entropy)
     operands = (*call.arrays, *flat, *closure)
     loss, *found = (token_ops.token_loss_and_gradients if scalar else token_ops.token_losses)(token, *operands)
@@ -745,7 +747,8 @@ def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
         loss = jnp.zeros((), jnp.float32) if scalar else ops.no_rows(call.grad_into)
-        return loss, empty, empty, empty, call.grad_into if scalar else None
+        found = ops.as_results(call.options.devices, call.arrays, (loss, empty, empty, empty))
+        return *found, call.grad_into if scalar else None
     row_losses = (saved_ops if call.options.saved_budget else ops).row_losses
     loss, lse, target_logit, top, *totals = (ops.loss_and_gradients if scalar else row_losses)(
         call.options, *call.arrays

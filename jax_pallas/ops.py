@@ -24,7 +24,7 @@ There are primitives outside and inside of each custom_vjp function (`primitives
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, launch, row_math, vocab_shard
 from jax_pallas.batching import by_batch, operator_of_rows, unflattened
+from jax_pallas.devices import Devices
 from jax_pallas.gathering import (
     are_complete,
     of_all_rows,
@@ -46,7 +47,7 @@ from jax_pallas.gathering import (
 from jax_pallas.launch import Lowering
 from jax_pallas.options import Arrays, Options
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
-from jax_pallas.primitives import differentiable, opaque
+from jax_pallas.primitives import differentiable, opaque, varying
 from jax_pallas.problem import (
     NO_GRADIENTS,
     Gradients,
@@ -116,6 +117,19 @@ def no_rows(grad_into: Array | None) -> Array:
 no_rows.defvjp(lambda grad_into: (no_rows(grad_into), grad_into), lambda grad_into, _: (grad_into,))
 
 
+def as_results(devices: Devices, arrays: Sequence[Array], results: Any) -> Any:
+    """Makes the results of a call without tokens vary over the axes of the mesh over which those of a call with tokens
+    do, so that the same program differentiates both. Results are (), or have an axis of tokens."""
+    every = frozenset[Any]().union(*map(varying, arrays)) - devices.shared_vocab_axes
+
+    def made(result: Array) -> Array:
+        axes = every if result.ndim else every - frozenset(devices.token_axes)
+        missing = tuple(sorted(axes - varying(result), key=str))
+        return cast(Array, jax.lax.pcast(result, missing, to="varying")) if missing else result
+
+    return jax.tree.map(made, results)
+
+
 @rule_of_arrays
 def row_losses_rule(options: Options, *arrays: Array) -> Arrays:
     loss, found = losses_of_rows(options, *arrays)
@@ -152,7 +166,7 @@ def row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
         )
     # Refuses what one of the passes could not do.
     plan_passes(
-        partial(make_problem, "row_gradients", options, arrays, needs_grad, entropy=d_entropy),
+        partial(planned_problem, "row_gradients", options, arrays, needs_grad, entropy=d_entropy),
         partial(forward_problem, options, arrays),
     )
     loss, *found = row_losses_rule(options, *arrays)
@@ -198,9 +212,9 @@ def log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
     # Refuses what one of the passes could not do. With batch_invariant, or by kernels with a shard of the vocabulary,
     # it differentiates log_prob only.
-    backward = partial(make_problem, "gradients", options, arrays, needs_grad, entropy=True)
+    backward = partial(planned_problem, "gradients", options, arrays, needs_grad, entropy=True)
     if options.batch_invariant or options.devices.vocab_axes:
-        backward = partial(make_problem, "row_gradients", options, arrays, needs_grad)
+        backward = partial(planned_problem, "row_gradients", options, arrays, needs_grad)
     plan_passes(backward, partial(forward_problem, options, arrays))
     log_prob, entropy, lse = log_probs_rule(options, *arrays)
     return (log_prob, entropy, lse), (arrays, as_residual(entropy), as_residual(lse), needs_grad)
@@ -227,7 +241,7 @@ def _log_prob_gradients(
     used = jnp.stack([one != 0 for one in cotangents]).any(0)
     row_weight = jnp.where(used, options.row_weight(arrays), 0.0)
     arrays = options.replaced(arrays, row_weight=row_weight)
-    problem = make_problem("gradients", options, arrays, needs_grad, entropy=True)
+    problem = planned_problem("gradients", options, arrays, needs_grad, entropy=True)
     coefficients = row_math.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
     )
@@ -253,7 +267,7 @@ def plan_b(options: Options, arrays: Arrays, lowering: Lowering | None) -> tuple
 
         loss, found, _ = scaled_exp(problem, NO_GRADIENTS, statistics=options.statistics)
         return loss, found
-    return chunked.losses(tiles_of(plan), problem, plan.chunk_config, options.statistics)
+    return chunked.losses(tiles_of(plan), of_all_rows(problem), plan.chunk_config, options.statistics)
 
 
 @opaque("linear_ce_plan_a")
@@ -325,7 +339,7 @@ def forward_problem(options: Options, arrays: Sequence[Array], lowering: Lowerin
     if options.adds_in_backward:
         arrays = options.replaced(arrays, grad_into=None)
     stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
-    return make_problem(stage, options, arrays, NO_GRADIENTS, lowering, statistics=options.statistics)
+    return planned_problem(stage, options, arrays, NO_GRADIENTS, lowering, statistics=options.statistics)
 
 
 def implementation_of(options: Options, arrays: Sequence[Array], lowering: Lowering | None) -> str:
@@ -336,7 +350,15 @@ def implementation_of(options: Options, arrays: Sequence[Array], lowering: Lower
     return launch.resolve(options.implementation, platform, x.dtype, x.shape[1], w.shape[axis], axis)
 
 
-def make_problem(
+def make_problem(*arguments: Any, **options: Any) -> Problem:
+    """Returns the `planned_problem`. If devices divide the tokens, the rows of the input are those of all, unless the
+    plan gathers them chunk by chunk. Only the function of a primitive gathers rows: the rules of vmap know no
+    collective outside of it."""
+    problem = planned_problem(*arguments, **options)
+    return problem if plan_of(problem).path == "scaled_exp" else of_all_rows(problem)
+
+
+def planned_problem(
     stage: Stage,
     options: Options,
     arrays: Sequence[Array],
@@ -346,8 +368,7 @@ def make_problem(
     statistics: int = 0,
     entropy: bool = False,
 ) -> Problem:
-    """Returns the problem, with its plan, of a call that is lowered, or traced where `lowering` is None. If devices
-    divide the tokens, the rows of the input are those of all, unless the plan gathers them chunk by chunk.
+    """Returns the problem, with its plan, of a call that is lowered, or traced where `lowering` is None.
 
     Raises:
         ValueError: the call is lowered for several devices, to which XLA cannot distribute it.
@@ -379,10 +400,9 @@ def make_problem(
         problem = planned(problem)
     if not complete or plan_of(problem).path != "scaled_exp":
         problem = planned(with_float32_sums(problem, needs_grad))
-    plan = plan_of(problem)
     if lowering is not None and not (options.devices.replicated or is_one_chunk(problem)):
-        launch.check_devices(plan.implementation, lowering.devices)
-    return problem if plan.path == "scaled_exp" else of_all_rows(problem)
+        launch.check_devices(plan_of(problem).implementation, lowering.devices)
+    return problem
 
 
 def plan_for(

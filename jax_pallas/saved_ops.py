@@ -145,7 +145,7 @@ def _check_passes(
     if options.saved_as == "chunked":
         passes.append(partial(_head_problem, options, first, needs_grad, None))
     if rows < len(named["target"]):
-        passes.append(partial(ops.make_problem, "row_gradients", options, rest, needs_grad))
+        passes.append(partial(ops.planned_problem, "row_gradients", options, rest, needs_grad))
         passes.append(partial(ops.forward_problem, options, rest))
     plan_passes(*passes, *others)
 
@@ -188,7 +188,7 @@ def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     if not rows:
         results, residuals = ops.log_probs_fwd(options, *primals)
         return results, (residuals, None)
-    of_entropy = partial(ops.make_problem, "gradients", options, arrays, needs_grad, entropy=True)
+    of_entropy = partial(ops.planned_problem, "gradients", options, arrays, needs_grad, entropy=True)
     # Kernels with a shard of the vocabulary differentiate log_prob only.
     others = () if options.devices.vocab_axes else (of_entropy,)
     _check_passes(options, arrays, needs_grad, rows, *others)

@@ -255,18 +255,22 @@ def check_many_dimensions(rank: int, ranks: int) -> None:
                 torch.testing.assert_close(whole, tuple(stats))
 
 
+GATHERED_TARGETS = (("tokens", torch.uint8), ("tokens", torch.int16), ("head", torch.uint8))
+
+
 def check_uneven_axis(rank: int, ranks: int) -> None:
     """Ranks with different numbers of tokens on the second axis of input, some with none: the gradient has the
-    placements of input. Targets cannot be ignore_index, and the tokens that gathered ranks lack are ignored."""
+    placements of input. Targets cannot be ignore_index, and the tokens that gathered ranks lack are ignored. Gloo and
+    NCCL do not gather int16."""
     arrays, mesh = drawn(), mesh_of(ranks)
     x, target = arrays["input"].reshape(9, 5, HIDDEN), arrays["target"].reshape(9, 5).clamp(min=0).to(torch.uint8)
     leaves = {"input": x.clone().requires_grad_(), "linear_weight": arrays["linear_weight"].clone().requires_grad_()}
     expected = torch.autograd.grad(mean(**leaves, target=target), list(leaves.values()))
     for of_head in (Replicate(), Shard(0)):
-        for gather in (None,) if of_head == Replicate() else ("tokens", "head"):
+        for gather, dtype in ((None, torch.uint8),) if of_head == Replicate() else GATHERED_TARGETS:
             mine: Any = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
             w: Any = distribute_tensor(arrays["linear_weight"], mesh, [of_head]).requires_grad_()
-            mean(mine, w, distribute_tensor(target, mesh, [Shard(1)]), gather=gather).backward()
+            mean(mine, w, distribute_tensor(target, mesh, [Shard(1)]).to(dtype), gather=gather).backward()
             assert (mine.grad.placements, w.grad.placements) == (mine.placements, w.placements)
             torch.testing.assert_close((mine.grad.full_tensor(), w.grad.full_tensor()), expected)
 
@@ -427,8 +431,9 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
         return distribute_tensor(array, mesh, [placement])
 
     shared, sharded = on(x, Replicate()), on(x, Shard(0))
-    head = on(w, Shard(0))
+    head, given = on(w, Shard(0)), (sharded, on(w, Shard(0)), on(target, Shard(0)))
     world, bias, named = dist.group.WORLD, arrays["linear_bias"], {"gather": "head"}
+    short = {"token_weight": on(x[:41, 0], Shard(0)), "gather": "tokens"}
     for message, arguments, options in (
         ("input must be a DTensor beside a DTensor linear_weight", (x, head, target), {}),
         ("linear_weight must be a DTensor beside a DTensor input", (shared, w, target), {}),
@@ -439,6 +444,8 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
         ("linear_bias must be a DTensor with the placements of", (shared, head, target), {"linear_bias": bias}),
         ("linear_bias must be a DTensor with the placements of", (x, head, target), {"linear_bias": bias, **named}),
         ("linear_weight must be Shard\\(0\\) on one dimension of its mesh", (x, on(w, Shard(1)), target), named),
+        ("linear_bias must have shape \\(101,\\)", given, {"linear_bias": on(bias[1:], Shard(0)), **named}),
+        ("token_weight must have shape .* \\(target's shape\\)", given, short),
         ("vocab_group must be None with DTensors", (shared, head, target), {"vocab_group": world}),
         ("gather must be None where input", (shared, head, target), {"gather": "head"}),
         ('gather must be "tokens", "head" or None', (shared, head, target), {"gather": "all"}),
@@ -459,6 +466,11 @@ def check_dtensor_errors(rank: int, ranks: int) -> None:
         ValueError, match="the shape of target must be the same on all ranks of vocab_group, got \\(4,\\)"
     ):
         loss(x[rows], w.chunk(ranks)[rank], target[rows], **options)
+    del options["check_agreement"]
+    with pytest.raises(ValueError, match="target must have shape \\(5, 9\\) \\(input without its last axis\\)"):
+        loss(x.reshape(5, 9, HIDDEN), w.chunk(ranks)[rank], target, **options)
+    with pytest.raises(TypeError, match="input comes from a torch\\.func transform"):
+        torch.func.grad(lambda x: loss(x, w.chunk(ranks)[rank], target, **options))(x)
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     with pytest.raises(ValueError, match="input must be Replicate, or Shard"):
         loss(partial, head, target)

@@ -680,8 +680,8 @@ SCALE = (
         "core_triton/dtensors.py", "for name in OF_HEAD if classes < rows else ():", "for name in ():", TORCH_RANKS
     ),
     Mutation("core_triton/dtensors.py", "return _Local.apply(one)", "return one.to_local()", TORCH_RANKS),
-    Mutation("core_triton/dtensors.py", "return dtype == torch.float16", "return False", TORCH_RANKS),
-    Mutation("core_triton/dtensors.py", "if not target.dtype.is_signed:", "if False:", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", "(autocast_dtype(x.device) or x.dtype) ==", "None ==", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", 'given["target"] = target.long()  #', "pass  #", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "(*form.token_groups, of_caller)", "form.token_groups", TORCH_RANKS),
     Mutation(
         "core_triton/chunked.py",

@@ -2,6 +2,8 @@
 
 import copy
 import io
+from threading import Lock
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,3 +84,16 @@ def test_dtype_device_and_copies() -> None:
     other.load_state_dict(torch.load(stored))
     for twin in (copy.deepcopy(head), other):
         torch.testing.assert_close(twin(x, target), head(x, target), rtol=0, atol=0)
+
+
+def test_a_copy_shares_the_process_groups() -> None:
+    """As copies for averaged weights do. Process groups cannot be copied, and no lock can."""
+    group = Lock()
+    head: Any = LinearCrossEntropy(8, 50, bias=True, token_group=cast("Any", group))
+    tied = nn.Sequential(nn.Embedding(50, 8), head)
+    tied[0].weight = head.weight
+    embedding, twin = cast("Any", copy.deepcopy(tied))
+    assert twin.token_group is group
+    assert twin.weight is embedding.weight
+    assert twin.weight is not head.weight
+    assert torch.equal(twin.bias, head.bias)

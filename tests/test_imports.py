@@ -157,7 +157,10 @@ KERNELS = (
 ONE_FRAMEWORK_ONLY = {
     # PyTorch keeps what it checked; a traced call of JAX is checked once, and its devices are in devices.py. JAX checks
     # arrays of global shape too.
-    "arguments.py": {"spec_of", "decide", "Decision", "Groups", "of_vocab_group", "check_are_arrays"},
+    "arguments.py": {
+        *("spec_of", "decide", "Decision", "Groups", "of_vocab_group", "check_are_arrays"),
+        *("autocast_dtype", "check_local", "check_transforms"),  # what dtensors.py checks before it gathers
+    },
     # In PyTorch, plan A takes the token loss as an argument, and kernels finish stored logits.
     "chunked.py": {"ChunkRows", "token_loss_and_gradients", "finished_logits"},
     "ops.py": {
@@ -183,6 +186,8 @@ ONE_FRAMEWORK_ONLY = {
         *("rule_of_arrays", "row_losses_rule", "row_losses_fwd", "row_losses_bwd", "log_probs_rule", "log_probs_fwd"),
         *("log_probs_bwd", "no_rows", "present_statistics", "losses_of_rows", "gradients_of_rows", "forward_problem"),
         *("implementation_of", "as_residual", "dense", "row_statistics_of", "totals_of"),
+        "as_results",  # the types of results without tokens
+        "planned_problem",  # the problem before its rows are gathered
     },
     "plan.py": {"DeviceInfo", "shards_are_scaled"},  # in JAX, launch.py defines it; shards are chunked
     "problem.py": {

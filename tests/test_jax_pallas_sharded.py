@@ -256,6 +256,14 @@ def check_transformed_programs() -> None:
     for function in (in_scan, in_vmap):
         value, (d_x, *of_head) = jax.jit(jax.value_and_grad(function, HEAD))(batches[0], w, batches[1], b)
         assert_close((value, (d_x.reshape(192, 8), *of_head)), want)
+
+    def of_tokens(x: Array, w: Array, y: Array) -> Array:
+        axes = {"mesh": mesh, "gather": "tokens", **AXES}
+        return sharded.linear_log_probs(x, w, y, **axes).log_prob.sum()
+
+    rows = batches[0], w, batches[1]  # only traced
+    traced = jax.eval_shape(jax.grad(lambda *rows: jax.vmap(of_tokens, (0, None, 0))(*rows).sum(), (0, 1)), *rows)
+    assert [one.shape for one in traced] == [one.shape for one in rows[:2]]
     empty = jax.jit(jax.value_and_grad(loss, HEAD))(x[:0], w, y[:0], b)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(empty))
 
@@ -511,6 +519,31 @@ def test_a_mesh_of_one_device(gather: str) -> None:
     case, options = CASES["log-probabilities"], {"gather": gather, "vocab_axis_name": "fsdp", "memory_budget": 2**17}
     arrays = make_arrays(case)
     assert_within_budget(case, arrays, run_sharded(case, arrays, mesh_of(fsdp=1), "chunked", **options))
+
+
+def test_no_tokens_on_a_mesh() -> None:
+    """The results of each token vary over the axis as those of a call with tokens do, so the same upstream gradient
+    fits. The program is only traced."""
+    options: dict[str, Any] = {"token_axis_names": "fsdp", "vocab_axis_name": "fsdp", "gather": "tokens"}
+
+    def loss(log_prob: Array) -> Array:
+        return -log_prob
+
+    def results(x: Array, w: Array, y: Array) -> tuple[Array, ...]:
+        losses = linear_cross_entropy(x, w, y, reduction="none", **options)
+        of_function, stats = jax_pallas.linear_token_loss_with_stats(x, w, y, loss, reduction="none", **options)
+        return losses, of_function, *jax_pallas.linear_log_probs(x, w, y, **options), stats.entropy
+
+    def body(x: Array, w: Array, y: Array, upstream: Array) -> Any:
+        found, pull_back = jax.vjp(lambda x, w: results(x, w, y), x, w)
+        return pull_back((upstream,) * len(found))
+
+    rows = P("fsdp")
+    step = jax.shard_map(body, mesh=mesh_of(fsdp=1), in_specs=(rows,) * 4, out_specs=(rows, rows))
+    for tokens in (0, 3):
+        x, upstream = jnp.ones((tokens, 8)), jnp.ones(tokens)
+        d_x, d_w = jax.eval_shape(step, x, jnp.ones((16, 8)), jnp.zeros(tokens, int), upstream)
+        assert (d_x.shape, d_w.shape) == ((tokens, 8), (16, 8))
 
 
 @pytest.mark.slow

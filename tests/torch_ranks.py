@@ -297,6 +297,11 @@ def check_errors(rank: int, ranks: int) -> None:
         ),
         (
             ValueError,
+            "linear_weight must have at least one row",
+            lambda: loss(x, w[:0], target, vocab_group=world),
+        ),
+        (
+            ValueError,
             "weight must have shape",
             lambda: loss(x, w, target, vocab_group=world, weight=torch.ones(8)),
         ),
