@@ -18,7 +18,11 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_merged_model_gives_the_results_of_the_adapters[lora0]",
         "test_frozen_parameters_are_stored_in_the_computation_dtype_and_give_the_same_bits[False]",
     ),
-    "test_flax_dialogues.py": ("test_a_run_learns_answers_reports_packing_and_resumes_bit_for_bit",),
+    "test_flax_dialogues.py": (
+        "test_a_run_learns_answers_reports_packing_and_resumes_bit_for_bit",
+        # test_flax_resume.py reports the texts of the batch of a loss that is not finite.
+        "test_non_finite_loss_reports_the_examples_of_its_batch",
+    ),
     "test_flax_freeze.py": (
         "test_a_frozen_head_saves_its_matmul_and_memory_and_changes_no_other_gradient",
         "test_a_run_reports_what_trains_and_resumes_with_it",
@@ -78,6 +82,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         # test_no_head_is_transposed in test_jax_pallas_transforms.py checks this for the loss.
         "test_head_is_never_transposed_into_a_copy",
         "test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient",
+        # test_wheel.py imports the installed package where only its requirements are.
+        "test_model_needs_neither_the_command_lines_libraries_nor_torch",
     ),
     # The other example also runs the trainer through its functions.
     "test_examples.py": (
@@ -148,6 +154,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_no_head_is_transposed[float32-none]",
         "test_no_head_is_transposed[bfloat16-mean]",
         "test_gradient_of_each_single_argument[input-linear_bias-none]",
+        # Two other tests map over tokens too.
+        "test_vmap_over_tokens[mean]",
     ),
     "test_jax_pallas_edges.py": (
         "test_results_stay_float32_where_jax_has_64_bits[float32-12-none]",
@@ -210,6 +218,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_frozen_arguments_within_budget[input-none]",
         "test_the_error_names_the_smallest_budget[sum]",
         "test_the_error_names_the_smallest_budget[none]",
+        # test_jax_pallas_transforms.py checks that a batch keeps no gradient of the head for each element.
+        "test_a_batch_by_vmap_within_budget[mean]",
     ),
     # Mosaic's interpreter is slow, so the quick suite runs one shape for each branch of each kernel.
     "test_jax_pallas_hopper_logits.py": (
@@ -223,6 +233,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         # The split head, of which only the device knows the number of classes, remains, and so does the whole head.
         "test_exponentials[counted]",
         "test_exponentials[split]",
+        # Classes that padding masks remain, and test_d_logits has NaN in rows.
+        "test_masked_classes_and_rows_of_nan",
     ),
     "test_jax_pallas_hopper_gradients.py": (
         "test_d_weight_of_a_vocab_chunk[37-0]",
@@ -237,6 +249,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_d_input_of_a_float32_head[tails]",
         # With the other latency the late programs have fewer tiles too.
         "test_programs_that_begin_late_leave_tiles_to_others[20000.0]",
+        # The sums of a float32 head have the same schedule, and the number of classes of a device.
+        "test_d_input_sums[split-False]",
     ),
     "test_jax_pallas_recompute.py": (
         "test_every_plan_by_triton_kernels[none]",
@@ -257,6 +271,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_named_implementation_is_lowered_for_a_gpu[mosaic]",
         # The kernels for an A100 and for a B200 are the same.
         "test_a_gpu_gets_its_kernels[NVIDIA B200]",
+        # A program whose saved rows belong to one platform is lowered for both too, and each platform has a test.
+        "test_one_program_for_a_cpu_and_a_gpu[mean]",
     ),
     # This test starts two processes. The other tests of the file also check that the frameworks agree, and test the
     # command's output with fake runs.
@@ -305,6 +321,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_checkpoint_without_its_manifest_is_still_read",
         # The other signal has the same handler.
         "test_second_signal_kills_the_process[2]",
+        # Two tests of a full disk do not train, and a run that is stopped by a signal is resumed too.
+        "test_full_disk_is_one_line_and_the_run_can_be_resumed",
+        # One damaged checkpoint is reported and set aside in the same way.
+        "test_if_all_checkpoints_are_damaged_each_is_reported_and_kept",
     ),
     # Other families use every switch of these families. test_examples.py exports a folder and reads it.
     "test_flax_families.py": (
@@ -317,6 +337,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_flax_optimizers.py": (
         "test_each_layer_is_updated_like_a_separate_array_in_optax[adafactor]",
         "test_each_layer_is_updated_like_a_separate_array_in_optax[schedule_free_adamw]",
+        # The norm of a step is tested with both dtypes of 16 bits.
+        "test_16_bit_gradients_are_clipped_by_their_float32_norm[float16]",
     ),
     "test_jax_pallas_sign.py": (
         # The first passes of "chunked" are merged by the same function.
@@ -329,6 +351,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_the_loss_is_never_below_zero[float32-scaled-mean-pallas_triton]",
         # By the kernels the gradient of a confident token remains, and in test_jax_pallas_shard_rows.py its loss.
         "test_confident_tokens_are_as_accurate_as_from_float32_logits[pallas_triton-plain]",
+        # test_jax_pallas_kernels.py checks which rows are repaired, and "chunked" has the signs of their losses.
+        "test_repaired_rows[pallas_triton]",
     ),
     # The same operators with other options run in the quick suite.
     "test_core_triton_compile.py": (
@@ -489,6 +513,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_d_weight[bfloat16-384]",
         "test_d_weight[float32-192]",
         "test_d_input[float32]",
+        "test_exponentials[True]",
     ),
     # Each reduction, budget and dtype remains, and each function.
     "test_jax_pallas_grad_into.py": (
@@ -561,6 +586,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_benchmarks_compile_ahead.py": (
         # test_benchmarks_sweep.py compiles programs ahead too, and these programs give the same bits.
         "test_rows_use_programs_that_were_compiled_ahead[compile_here]",
+        # test_benchmarks_sweep.py compiles the programs of all rows ahead, and checks that they are those of the rows.
+        "test_programs_of_other_processes_give_the_same_bits[1]",
     ),
     "test_benchmarks_same_launches.py": (
         # The other tests compare the steps of programs of JAX too.
@@ -582,6 +609,16 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer0-True]",
         "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer1-False]",
         "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer2-True]",
+    ),
+    "test_benchmarks_hosts.py": (
+        # Each trainer runs with the loss of the project, and the loss of GRPO and a model of transformers without it.
+        "test_a_row_of_trl[DPO-step-plain]",
+        "test_a_row_of_trl[SFT-step-plain]",
+        "test_a_row_of_trl[GRPO-step-plain]",
+    ),
+    "test_core_triton_memory.py": (
+        # The other tests of this file have each dtype, function and option.
+        "test_drawn_problems_within_budget[25]",
     ),
 }
 
