@@ -213,7 +213,7 @@ QUICK_TOKENS = (
     "tokens, split head, smoothing, padded",
     "tokens, exchange",
     "tokens, small probabilities",
-    "tokens, invariant",
+    "tokens, invariant, chunks",
 )
 EVERY_DAY = {*QUICK, *QUICK_TOKENS, "head, parts", "head, two chunks"}
 
