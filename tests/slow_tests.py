@@ -53,6 +53,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_packed_rows_give_the_gradients_of_padded_rows",
         "test_examples_do_not_see_each_other[gemma2]",
         "test_micro_batches_of_packed_rows_match_the_whole_batch",
+        # Other tests check which examples a pass has, and test_flax_dialogues.py reports padding.
+        "test_lengths_like_an_instruction_sets_leave_little_padding",
     ),
     "test_flax_generate.py": (
         "test_a_chat_prints_the_answers_to_prompts_in_the_template",
@@ -361,6 +363,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_functions_compile_without_graph_breaks[sum]",
         "test_functions_compile_without_graph_breaks[none]",
         "test_dynamic_shapes_compile_once[none]",
+        # Dynamic shapes are compiled once with the default backend too.
+        "test_dynamic_shapes_with_aot_autograd",
     ),
     # The quick suite checks each function and each check_vma setting, but not every pair.
     "test_jax_pallas_sharding.py": (
@@ -396,6 +400,11 @@ SLOW: dict[str, tuple[str, ...]] = {
         "[90-90-{'plan': 'stats', 'softcap': 30.0, 'transposed': True}]",
         # A quick test checks that these kernels are compiled for compute capability 8.0.
         "test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper",
+        # Each compute capability and each head remains.
+        "test_workspace_of_rows_that_kernels_cannot_read_is_within_budget[80-head1]",
+        "test_workspace_of_rows_that_kernels_cannot_read_is_within_budget[90-None]",
+        # The calls of each plan have smoothing too.
+        "test_workspace_of_many_tokens_is_within_budget[0.1-512 MiB]",
     ),
     # The kernels get a broadcast bias like any other array. The quick suite tests one in "chunked".
     "test_jax_pallas_layouts.py": ("test_a_bias_that_is_broadcast[pallas_triton]",),
@@ -426,6 +435,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_opcheck[needs_grad2-100]",
         "test_saved_rows_compile_without_graph_breaks[12-log_probs]",
         "test_saved_rows_compile_without_graph_breaks[700-none]",
+        # A loss of rows has the same operators as log-probabilities.
+        "test_saved_rows_compile_without_graph_breaks[12-none]",
     ),
     # Of token losses the quick suite has each option, reduction, dtype and function at least once, but not every pair.
     # test_symbolic_number_of_tokens_is_not_used also traces what is elementwise. The log-probabilities that are
@@ -490,6 +501,11 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_what_is_elementwise_runs[sum in a derivative of the closure]",
         "test_named_losses_as_arguments[checkpoint]",
         "test_a_rule_that_changed_is_compiled_again[float]",
+        # Each statistic, each reduction and each argument remains with others, and test_jax_pallas_transforms.py maps
+        # over the head.
+        "test_each_statistic_alone_is_as_among_all[entropy-mean]",
+        "test_gradients_that_are_not_needed_are_not_computed[none-linear_weight]",
+        "test_vmap_over_the_head",
     ),
     "test_jax_pallas_saved.py": (
         # Cases of the same upstream gradients run by the same kernels.
@@ -507,6 +523,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_vmap[head-log_probs]",
         "test_memory_is_within_both_budgets[log_probs-700]",
         "test_saved_rows_take_three_matmuls[input-log_probs]",
+        # Both gradients together have these matmuls.
+        "test_saved_rows_take_three_matmuls[linear_weight-none]",
     ),
     # The d_weight of float16 has the same kernel, and a factor. A whole call with a float32 head has the same kernels.
     "test_jax_pallas_first_chunk.py": (
@@ -619,6 +637,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_core_triton_memory.py": (
         # The other tests of this file have each dtype, function and option.
         "test_drawn_problems_within_budget[25]",
+    ),
+    "test_flax_chat.py": (
+        # The other tests of this file compare the texts that count for each kind of template.
+        "test_every_byte_of_an_answer_counts",
     ),
 }
 
