@@ -339,8 +339,6 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_flax_optimizers.py": (
         "test_each_layer_is_updated_like_a_separate_array_in_optax[adafactor]",
         "test_each_layer_is_updated_like_a_separate_array_in_optax[schedule_free_adamw]",
-        # The norm of a step is tested with both dtypes of 16 bits.
-        "test_16_bit_gradients_are_clipped_by_their_float32_norm[float16]",
     ),
     "test_jax_pallas_sign.py": (
         # The first passes of "chunked" are merged by the same function.

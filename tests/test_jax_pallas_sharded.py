@@ -492,8 +492,7 @@ SLOW = (
     "shard_map, head",
     # "rule" has arrays of global shape, whose calls run within jax.shard_map.
     "shard_map, rule",
-    # Arrays of explicit axes have log-probabilities whose devices divide tokens, and "sums" has this mesh.
-    "fsdp, tokens: log-probabilities",
+    # "sums" has float32 sums of each kind of loss.
     "batch and fsdp, head: float32 sum",
     # "sums" has float32 sums of each kind of loss.
     "batch and fsdp, tokens: float32 sum, none",
