@@ -529,7 +529,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_d_weight[bfloat16-384]",
         "test_d_weight[float32-192]",
         "test_d_input[float32]",
-        "test_exponentials[True]",
     ),
     # Each reduction, budget and dtype remains, and each function.
     "test_jax_pallas_grad_into.py": (
