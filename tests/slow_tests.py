@@ -18,7 +18,11 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_merged_model_gives_the_results_of_the_adapters[lora0]",
         "test_frozen_parameters_are_stored_in_the_computation_dtype_and_give_the_same_bits[False]",
     ),
-    "test_flax_dialogues.py": ("test_a_run_learns_answers_reports_packing_and_resumes_bit_for_bit",),
+    "test_flax_dialogues.py": (
+        "test_a_run_learns_answers_reports_packing_and_resumes_bit_for_bit",
+        # test_flax_resume.py reports the texts of the batch of a loss that is not finite.
+        "test_non_finite_loss_reports_the_examples_of_its_batch",
+    ),
     "test_flax_freeze.py": (
         "test_a_frozen_head_saves_its_matmul_and_memory_and_changes_no_other_gradient",
         "test_a_run_reports_what_trains_and_resumes_with_it",
@@ -49,6 +53,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_packed_rows_give_the_gradients_of_padded_rows",
         "test_examples_do_not_see_each_other[gemma2]",
         "test_micro_batches_of_packed_rows_match_the_whole_batch",
+        # Other tests check which examples a pass has, and test_flax_dialogues.py reports padding.
+        "test_lengths_like_an_instruction_sets_leave_little_padding",
     ),
     "test_flax_generate.py": (
         "test_a_chat_prints_the_answers_to_prompts_in_the_template",
@@ -78,6 +84,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         # test_no_head_is_transposed in test_jax_pallas_transforms.py checks this for the loss.
         "test_head_is_never_transposed_into_a_copy",
         "test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient",
+        # test_wheel.py imports the installed package where only its requirements are.
+        "test_model_needs_neither_the_command_lines_libraries_nor_torch",
     ),
     # The other example also runs the trainer through its functions.
     "test_examples.py": (
@@ -148,6 +156,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_no_head_is_transposed[float32-none]",
         "test_no_head_is_transposed[bfloat16-mean]",
         "test_gradient_of_each_single_argument[input-linear_bias-none]",
+        # Two other tests map over tokens too.
+        "test_vmap_over_tokens[mean]",
     ),
     "test_jax_pallas_edges.py": (
         "test_results_stay_float32_where_jax_has_64_bits[float32-12-none]",
@@ -210,6 +220,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_frozen_arguments_within_budget[input-none]",
         "test_the_error_names_the_smallest_budget[sum]",
         "test_the_error_names_the_smallest_budget[none]",
+        # test_jax_pallas_transforms.py checks that a batch keeps no gradient of the head for each element.
+        "test_a_batch_by_vmap_within_budget[mean]",
     ),
     # Mosaic's interpreter is slow, so the quick suite runs one shape for each branch of each kernel.
     "test_jax_pallas_hopper_logits.py": (
@@ -223,6 +235,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         # The split head, of which only the device knows the number of classes, remains, and so does the whole head.
         "test_exponentials[counted]",
         "test_exponentials[split]",
+        # Classes that padding masks remain, and test_d_logits has NaN in rows.
+        "test_masked_classes_and_rows_of_nan",
     ),
     "test_jax_pallas_hopper_gradients.py": (
         "test_d_weight_of_a_vocab_chunk[37-0]",
@@ -237,6 +251,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_d_input_of_a_float32_head[tails]",
         # With the other latency the late programs have fewer tiles too.
         "test_programs_that_begin_late_leave_tiles_to_others[20000.0]",
+        # The sums of a float32 head have the same schedule, and the number of classes of a device.
+        "test_d_input_sums[split-False]",
     ),
     "test_jax_pallas_recompute.py": (
         "test_every_plan_by_triton_kernels[none]",
@@ -257,6 +273,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_named_implementation_is_lowered_for_a_gpu[mosaic]",
         # The kernels for an A100 and for a B200 are the same.
         "test_a_gpu_gets_its_kernels[NVIDIA B200]",
+        # A program whose saved rows belong to one platform is lowered for both too, and each platform has a test.
+        "test_one_program_for_a_cpu_and_a_gpu[mean]",
     ),
     # This test starts two processes. The other tests of the file also check that the frameworks agree, and test the
     # command's output with fake runs.
@@ -305,6 +323,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_checkpoint_without_its_manifest_is_still_read",
         # The other signal has the same handler.
         "test_second_signal_kills_the_process[2]",
+        # Two tests of a full disk do not train, and a run that is stopped by a signal is resumed too.
+        "test_full_disk_is_one_line_and_the_run_can_be_resumed",
+        # One damaged checkpoint is reported and set aside in the same way.
+        "test_if_all_checkpoints_are_damaged_each_is_reported_and_kept",
     ),
     # Other families use every switch of these families. test_examples.py exports a folder and reads it.
     "test_flax_families.py": (
@@ -329,6 +351,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_the_loss_is_never_below_zero[float32-scaled-mean-pallas_triton]",
         # By the kernels the gradient of a confident token remains, and in test_jax_pallas_shard_rows.py its loss.
         "test_confident_tokens_are_as_accurate_as_from_float32_logits[pallas_triton-plain]",
+        # test_jax_pallas_kernels.py checks which rows are repaired, and "chunked" has the signs of their losses.
+        "test_repaired_rows[pallas_triton]",
     ),
     # The same operators with other options run in the quick suite.
     "test_core_triton_compile.py": (
@@ -337,6 +361,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_functions_compile_without_graph_breaks[sum]",
         "test_functions_compile_without_graph_breaks[none]",
         "test_dynamic_shapes_compile_once[none]",
+        # Dynamic shapes are compiled once with the default backend too.
+        "test_dynamic_shapes_with_aot_autograd",
     ),
     # The quick suite checks each function and each check_vma setting, but not every pair.
     "test_jax_pallas_sharding.py": (
@@ -372,6 +398,11 @@ SLOW: dict[str, tuple[str, ...]] = {
         "[90-90-{'plan': 'stats', 'softcap': 30.0, 'transposed': True}]",
         # A quick test checks that these kernels are compiled for compute capability 8.0.
         "test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper",
+        # Each compute capability and each head remains.
+        "test_workspace_of_rows_that_kernels_cannot_read_is_within_budget[80-head1]",
+        "test_workspace_of_rows_that_kernels_cannot_read_is_within_budget[90-None]",
+        # The calls of each plan have smoothing too.
+        "test_workspace_of_many_tokens_is_within_budget[0.1-512 MiB]",
     ),
     # The kernels get a broadcast bias like any other array. The quick suite tests one in "chunked".
     "test_jax_pallas_layouts.py": ("test_a_bias_that_is_broadcast[pallas_triton]",),
@@ -402,6 +433,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_opcheck[needs_grad2-100]",
         "test_saved_rows_compile_without_graph_breaks[12-log_probs]",
         "test_saved_rows_compile_without_graph_breaks[700-none]",
+        # A loss of rows has the same operators as log-probabilities.
+        "test_saved_rows_compile_without_graph_breaks[12-none]",
     ),
     # Of token losses the quick suite has each option, reduction, dtype and function at least once, but not every pair.
     # test_symbolic_number_of_tokens_is_not_used also traces what is elementwise. The log-probabilities that are
@@ -466,6 +499,11 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_what_is_elementwise_runs[sum in a derivative of the closure]",
         "test_named_losses_as_arguments[checkpoint]",
         "test_a_rule_that_changed_is_compiled_again[float]",
+        # Each statistic, each reduction and each argument remains with others, and test_jax_pallas_transforms.py maps
+        # over the head.
+        "test_each_statistic_alone_is_as_among_all[entropy-mean]",
+        "test_gradients_that_are_not_needed_are_not_computed[none-linear_weight]",
+        "test_vmap_over_the_head",
     ),
     "test_jax_pallas_saved.py": (
         # Cases of the same upstream gradients run by the same kernels.
@@ -483,6 +521,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_vmap[head-log_probs]",
         "test_memory_is_within_both_budgets[log_probs-700]",
         "test_saved_rows_take_three_matmuls[input-log_probs]",
+        # Both gradients together have these matmuls.
+        "test_saved_rows_take_three_matmuls[linear_weight-none]",
     ),
     # The d_weight of float16 has the same kernel, and a factor. A whole call with a float32 head has the same kernels.
     "test_jax_pallas_first_chunk.py": (
@@ -561,6 +601,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_benchmarks_compile_ahead.py": (
         # test_benchmarks_sweep.py compiles programs ahead too, and these programs give the same bits.
         "test_rows_use_programs_that_were_compiled_ahead[compile_here]",
+        # test_benchmarks_sweep.py compiles the programs of all rows ahead, and checks that they are those of the rows.
+        "test_programs_of_other_processes_give_the_same_bits[1]",
     ),
     "test_benchmarks_same_launches.py": (
         # The other tests compare the steps of programs of JAX too.
@@ -582,6 +624,20 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer0-True]",
         "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer1-False]",
         "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer2-True]",
+    ),
+    "test_benchmarks_hosts.py": (
+        # Each trainer runs with the loss of the project, and the loss of GRPO and a model of transformers without it.
+        "test_a_row_of_trl[DPO-step-plain]",
+        "test_a_row_of_trl[SFT-step-plain]",
+        "test_a_row_of_trl[GRPO-step-plain]",
+    ),
+    "test_core_triton_memory.py": (
+        # The other tests of this file have each dtype, function and option.
+        "test_drawn_problems_within_budget[25]",
+    ),
+    "test_flax_chat.py": (
+        # The other tests of this file compare the texts that count for each kind of template.
+        "test_every_byte_of_an_answer_counts",
     ),
 }
 
