@@ -23,8 +23,8 @@ from benchmarks.methods import load
 from benchmarks.timing import BATCHES
 
 CHECKED = 512  # tokens of the sequence on which a variant is compared
-# How much torch.compile keeps for the backward pass in tuned rows, between what it keeps alone (1) and nothing but the
-# inputs of the compiled graph (0). It computes the cheapest of the rest again: elementwise operations.
+# How much torch.compile keeps for the backward pass in tuned rows, between what it keeps by default (1) and nothing
+# but the inputs of the compiled graph (0). It computes the cheapest of the rest again: elementwise operations.
 KEPT = 0.9
 
 

@@ -404,20 +404,27 @@ def _check_are_tensors(named: dict[str, Any]) -> None:
             _check_kind(name, tensor)
 
 
-def check_local(arguments: dict[str, Any]) -> None:
-    """Checks types, dtypes and shapes of the arguments of a call whose tokens are gathered, before they are."""
+def check_before_gather(arguments: dict[str, Any]) -> None:
+    """Checks the types, dtypes and shapes of a rank's arguments before its tokens are gathered."""
     names = "input", "linear_weight", "target", "linear_bias", "token_weight"
     named: dict[str, Any] = {name: arguments.get(name) for name in names}
     _check_are_tensors(named)
-    compute, infos = autocast_dtype(named["input"].device), dict[str, Any]()
+    compute, infos = autocast_dtype(named["input"].device), []
     for name, tensor in named.items():
         if tensor is not None:
             is_cast = name == "input" or (name in ("linear_weight", "linear_bias") and tensor.dtype != torch.float32)
             dtype = tensor.dtype if compute is None or not is_cast else compute
-            infos[name] = ArrayInfo(tuple(tensor.shape), str(dtype).removeprefix("torch."))
-    check_arrays(spec=spec_of(), classes=1, **infos)  # a shard may have no rows
+            infos.append((name, tuple(tensor.shape), dtype))
+    _check_infos(tuple(infos))
     if "token_loss" in arguments:
         check_per_token(arguments["token_loss"], arguments.get("per_token", ()), arguments["target"])
+
+
+@lru_cache(4096)
+def _check_infos(infos: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) -> None:
+    named: dict[str, Any] = {name: ArrayInfo(shape, str(dtype).removeprefix("torch.")) for name, shape, dtype in infos}
+    # Any number of classes in all says that linear_weight is a shard, which may have no rows.
+    check_arrays(spec=spec_of(), classes=1, **named)
 
 
 def check_transforms(name: str, tensor: Tensor) -> None:

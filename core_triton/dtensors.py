@@ -29,7 +29,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import ops, vocab_shard
-from core_triton.arguments import autocast_dtype, check_local, check_transforms
+from core_triton.arguments import autocast_dtype, check_before_gather, check_transforms
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
@@ -104,7 +104,8 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not is_dtensor(w):
         raise ValueError("linear_weight must be a DTensor beside a DTensor input, got Tensor")
     bias: Any = given.get("linear_bias")
-    if is_dtensor(bias) and bias.shape != w.shape[:1]:  # shards that are gathered may have any sizes
+    # Shards that are gathered may have any sizes.
+    if is_dtensor(bias) and w.ndim == 2 and bias.shape != w.shape[:1]:
         raise ValueError(f"linear_bias must have shape ({w.shape[0]},) ((V,)), got {tuple(bias.shape)}")
     if not is_dtensor(x):
         if not isinstance(x, Tensor):
@@ -215,7 +216,7 @@ def _of_placements(given: dict[str, Any], gather: Gather | None) -> tuple[dict[s
     if of_vocabulary is None or gather == "head":
         return local, Form(Head(rows, of_vocabulary, shared), token_groups=tuple(of_tokens))
     if gathers:
-        check_local(local)
+        check_before_gather(local)
     most = _most_tokens(x, of_vocabulary) if gathers else None
     local |= _of_equal_shards(local, rows, of_vocabulary.size(), classes)
     return local, Form(Head(shared=shared), of_vocabulary, classes, most, shared)
@@ -428,7 +429,7 @@ def _of_sequence_parallel(given: dict[str, Any], gather: Gather | None) -> tuple
     if gather is not None:
         raise ValueError(f"gather must be None with sequence_parallel=True, got {gather!r}")
     vocab_shard.check_group("vocab_group", group)
-    check_local(given)
+    check_before_gather(given)
     local = {name: value for name, value in given.items() if name not in ("vocab_group", "vocab_size")}
     shape, always = local["target"].shape, local.get("check_agreement", False)
     vocab_shard.check_agreement("vocab_group", group, {"the shape of target": tuple(shape)}, always=always)

@@ -144,7 +144,8 @@ class LinearCrossEntropy(nn.Module):
         memo |= {id(group): group for group in (self.vocab_group, self.token_group) if group is not None}
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # not in Python 3.10
+        copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 
     def extra_repr(self) -> str:

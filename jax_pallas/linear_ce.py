@@ -395,7 +395,7 @@ def linear_log_probs(
     call = prepare(LossSpec(*options), arrays, vocab_axis, *how, statistics=LSE | ENTROPY | BY_ROW)
     log_probs = (saved_ops if call.options.saved_budget else ops).log_probs
     if call.tokens == 0:
-        results = ops.as_results(call.options.devices, call.arrays, (ops.no_rows(call.grad_into),) * 3)
+        results, _ = ops.as_results(call.options.devices, call.arrays, (ops.no_rows(call.grad_into),) * 3)
     else:
         results = log_probs(call.options, *call.arrays)
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -592,8 +592,9 @@ def _token_loss(
             jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
         )
         found = (loss if scalar else loss.reshape(call.leading)), TokenStats(*empty)
-        loss, of_tokens = ops.as_results(devices, (*call.arrays, *flat, *closure), found)
-        return _with_total(loss, call.grad_into if scalar else None), of_tokens
+        total = call.grad_into if scalar else None
+        (loss, of_tokens), total = ops.as_results(devices, (*call.arrays, *flat, *closure), found, total)
+        return _with_total(loss, total), of_tokens
     token = TokenOptions(call.options, function, len(flat), stats, with_entropy)
     operands = (*call.arrays, *flat, *closure)
     loss, *found = (token_ops.token_loss_and_gradients if scalar else token_ops.token_losses)(token, *operands)
@@ -747,8 +748,9 @@ def _loss(call: Call) -> tuple[Array, Array, Array, Array, Array | None]:
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
         loss = jnp.zeros((), jnp.float32) if scalar else ops.no_rows(call.grad_into)
-        found = ops.as_results(call.options.devices, call.arrays, (loss, empty, empty, empty))
-        return *found, call.grad_into if scalar else None
+        total = call.grad_into if scalar else None
+        found, total = ops.as_results(call.options.devices, call.arrays, (loss, empty, empty, empty), total)
+        return *found, total
     row_losses = (saved_ops if call.options.saved_budget else ops).row_losses
     loss, lse, target_logit, top, *totals = (ops.loss_and_gradients if scalar else row_losses)(
         call.options, *call.arrays

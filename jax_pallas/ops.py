@@ -117,17 +117,29 @@ def no_rows(grad_into: Array | None) -> Array:
 no_rows.defvjp(lambda grad_into: (no_rows(grad_into), grad_into), lambda grad_into, _: (grad_into,))
 
 
-def as_results(devices: Devices, arrays: Sequence[Array], results: Any) -> Any:
+def as_results(
+    devices: Devices, arrays: Sequence[Array], results: Any, total: Array | None = None
+) -> tuple[Any, Array | None]:
     """Makes the results of a call without tokens vary over the axes of the mesh over which those of a call with tokens
-    do, so that the same program differentiates both. Results are (), or have an axis of tokens."""
-    every = frozenset[Any]().union(*map(varying, arrays)) - devices.shared_vocab_axes
+    do, so that the same program differentiates both.
 
-    def made(result: Array) -> Array:
-        axes = every if result.ndim else every - frozenset(devices.token_axes)
+    Args:
+        devices: of the call.
+        arrays: all arrays of the call.
+        results: a pytree of arrays that are (), or have an axis of tokens.
+        total: the sum that the call returns with grad_into, or None.
+    """
+    every = frozenset[Any]().union(*map(varying, arrays))
+    of_tokens = every - devices.shared_vocab_axes
+
+    def over(axes: frozenset[Any], result: Array) -> Array:
         missing = tuple(sorted(axes - varying(result), key=str))
         return cast(Array, jax.lax.pcast(result, missing, to="varying")) if missing else result
 
-    return jax.tree.map(made, results)
+    def made(result: Array) -> Array:
+        return over(of_tokens if result.ndim else of_tokens - frozenset(devices.token_axes), result)
+
+    return jax.tree.map(made, results), None if total is None else over(every, total)
 
 
 @rule_of_arrays
@@ -335,7 +347,8 @@ def _gradients(
 
 
 def forward_problem(options: Options, arrays: Sequence[Array], lowering: Lowering | None = None) -> Problem:
-    """Returns the problem of plan B. Where the backward pass adds to grad_into, plan B is that of a call without it."""
+    """Returns the problem of plan B, with this device's rows of the input. Where the backward pass adds to grad_into,
+    plan B is that of a call without it."""
     if options.adds_in_backward:
         arrays = options.replaced(arrays, grad_into=None)
     stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
@@ -351,9 +364,9 @@ def implementation_of(options: Options, arrays: Sequence[Array], lowering: Lower
 
 
 def make_problem(*arguments: Any, **options: Any) -> Problem:
-    """Returns the `planned_problem`. If devices divide the tokens, the rows of the input are those of all, unless the
-    plan gathers them chunk by chunk. Only the function of a primitive gathers rows: the rules of vmap know no
-    collective outside of it."""
+    """Returns the problem of `planned_problem`, with the arguments of that function. If devices divide the tokens, it
+    has the rows of the input of all devices, unless the plan gathers them chunk by chunk. Only the function of a
+    primitive may gather rows: outside of it, vmap has no rule for the collective operation."""
     problem = planned_problem(*arguments, **options)
     return problem if plan_of(problem).path == "scaled_exp" else of_all_rows(problem)
 

@@ -189,7 +189,7 @@ def check_arrays(
             f"linear_weight must have shape {layout} with D = {input.shape[-1]} as in input {input.shape}, "
             f"got {linear_weight.shape}"
         )
-    if (vocab < 1 and not classes) or hidden < 1:
+    if (vocab < 1 and not classes) or hidden < 1:  # a shard may have no rows
         raise ValueError(f"linear_weight must have at least one row and one column, got {linear_weight.shape}")
     if not target.dtype.startswith(("int", "uint")):
         raise TypeError(f"target must have an integer dtype, got {target.dtype}")

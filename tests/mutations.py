@@ -1866,7 +1866,7 @@ HOSTS_TRL = (
     Mutation("core_triton/hosts/trl.py", ' and _is_of_trl(trainer, "_compute_loss")', "", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "        installed.remove()\n\n\ndef", "        pass\n\n\ndef", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "if patched.of_all]", "]", OF_TRL),
-    Mutation("core_triton/hosts/trl.py", "        if others:\n", "        if False:\n", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "        if miscounted:\n", "        if False:\n", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "rest.amax() > TOLERANCE", "rest.amax() < TOLERANCE", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "return factor.float(), None", "return gradient.sum(), None", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "None, 0.01 * trainer.beta", "None, 0.0", OF_TRL),

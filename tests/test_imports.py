@@ -159,7 +159,7 @@ ONE_FRAMEWORK_ONLY = {
     # arrays of global shape too.
     "arguments.py": {
         *("spec_of", "decide", "Decision", "Groups", "of_vocab_group", "check_are_arrays"),
-        *("autocast_dtype", "check_local", "check_transforms"),  # what dtensors.py checks before it gathers
+        *("autocast_dtype", "check_before_gather", "check_transforms"),  # what dtensors.py checks before it gathers
     },
     # In PyTorch, plan A takes the token loss as an argument, and kernels finish stored logits.
     "chunked.py": {"ChunkRows", "token_loss_and_gradients", "finished_logits"},

@@ -540,13 +540,15 @@ def test_no_tokens_on_a_mesh() -> None:
 
     def body(x: Array, w: Array, y: Array, upstream: Array) -> Any:
         found, pull_back = jax.vjp(lambda x, w: results(x, w, y), x, w)
-        return pull_back((upstream,) * len(found))
+        into = jax.lax.pcast(jnp.zeros(w.shape), "fsdp", to="varying")
+        _, total = linear_cross_entropy(x, w, y, grad_into=into, **options)
+        return *pull_back((upstream,) * len(found)), total
 
     rows = P("fsdp")
-    step = jax.shard_map(body, mesh=mesh_of(fsdp=1), in_specs=(rows,) * 4, out_specs=(rows, rows))
+    step = jax.shard_map(body, mesh=mesh_of(fsdp=1), in_specs=(rows,) * 4, out_specs=(rows,) * 3)
     for tokens in (0, 3):
         x, upstream = jnp.ones((tokens, 8)), jnp.ones(tokens)
-        d_x, d_w = jax.eval_shape(step, x, jnp.ones((16, 8)), jnp.zeros(tokens, int), upstream)
+        d_x, d_w, _ = jax.eval_shape(step, x, jnp.ones((16, 8)), jnp.zeros(tokens, int), upstream)
         assert (d_x.shape, d_w.shape) == ((tokens, 8), (16, 8))
 
 

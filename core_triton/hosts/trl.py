@@ -16,7 +16,7 @@ error if the gradient that the trainer computed has another direction.
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -212,12 +212,12 @@ class _Installed:
         for model in {trainer.model, getattr(trainer, "ref_model", None)} - {None}:
             self.hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
             self.hooks.append(model.register_forward_hook(self._after, with_kwargs=True, always_call=True))
-        # Of the loss that the trainer is computing, given how many tokens the head gets
+        # Makes the objective of the loss that the trainer is computing, given the number of tokens of the head.
         self.objective: Callable[[int], Objective] | None = None
         base = _base(type(trainer)).__name__
         if base == "SFTTrainer" and _is_of_trl(trainer, "compute_loss"):
-            of_trainer = _sft_objective(trainer)
-            self.objective = lambda tokens: of_trainer
+            objective = _sft_objective(trainer)
+            self.objective = lambda tokens: objective
         if base == "GRPOTrainer" and _is_of_trl(trainer, "_compute_loss"):
             trainer._compute_loss = self._compute_loss
 
@@ -354,7 +354,8 @@ class Objective(NamedTuple):
         per_token: (N,) each, its arguments besides the log-probabilities.
         token_weight: (N,) positive, a factor of each token, or None.
         rounding: () or a number. Where no derivative is larger, rounding may be a large part of all of them.
-        count: () the number of tokens of the trainer's loss, on the device; None if all that the head gets count.
+        count: () the number of tokens of the trainer's loss, on the device; None if all that the head gets count. If
+            the head gets another number, the arrays are those of other tokens, and the backward pass raises an error.
     """
 
     token_loss: Callable[..., Tensor]
@@ -389,18 +390,15 @@ class _LogProbsOfLoss(torch.autograd.Function):
         d_log_prob = gradient.double()
         factor = (d_log_prob @ derivative) / (derivative @ derivative).clamp(min=torch.finfo(torch.float64).tiny)
         rest = (d_log_prob - factor * derivative).abs()
-        count: Any = ctx.objective.count
-        wrong = others = torch.zeros((), dtype=torch.bool, device=rest.device)
+        count, wrong = ctx.objective.count, torch.zeros((), dtype=torch.bool, device=rest.device)
         if len(rest):  # comparisons with NaN, which propagates, are False
             wrong = derivative.abs().amax() > ctx.objective.rounding
             wrong = wrong & (rest.amax() > TOLERANCE * d_log_prob.abs().amax())
-        if count is not None:
-            others = count != len(rest)
-        wrong, others = torch.stack([wrong, others]).tolist()  # waits for the device
-        if others:
-            raise RuntimeError(
-                f"the head of {ctx.trainer} got {len(rest)} tokens, but its loss has {int(cast(Any, count))}"
-            )
+        miscounted = torch.zeros_like(wrong) if count is None else count != len(rest)
+        wrong, miscounted = torch.stack([wrong, miscounted]).tolist()  # waits for the device
+        if miscounted:
+            assert count is not None
+            raise RuntimeError(f"the head of {ctx.trainer} got {len(rest)} tokens, but its loss has {count.item()}")
         if wrong:
             raise RuntimeError(
                 f"the gradient of the loss of {ctx.trainer} by the log-probabilities is not the one that "
@@ -464,10 +462,18 @@ def _grpo_objective(trainer: Any, inputs: dict[str, Any], tokens: int) -> Object
     """The loss of `GRPOTrainer._compute_loss`, if `_is_of_tokens`.
 
     Args:
-        tokens: how many the head gets. So nothing waits for the device to count them.
+        tokens: the number of tokens of the head. The host knows it, so nothing waits for the device to count them.
+
+    Raises:
+        RuntimeError: the head gets more tokens than the completions have.
     """
     args, loss_type = trainer.args, trainer.loss_type
     mask_of_rows = inputs["completion_mask"]  # (B, T), of the rows that the head gets
+    if tokens > mask_of_rows.numel():
+        raise RuntimeError(
+            f"the head of {type(trainer).__name__} got {tokens} tokens, but completion_mask has shape "
+            f"{tuple(mask_of_rows.shape)}"
+        )
     places = torch.nonzero_static(mask_of_rows.flatten(), size=tokens).squeeze(1)
     mask = mask_of_rows * inputs["tool_mask"] if "tool_mask" in inputs else mask_of_rows
 
