@@ -84,13 +84,12 @@ INTERPRETED = (
 INTERPRETED += tuple(f"vocabulary:{name}" for name in ("edge-saved-softcap-bf16", *SAVED[1:]))
 INTERPRETED += tuple(f"check:{name}" for name in KERNEL_CHECKS)
 # A case with few rows represents a part of 700. Where one of two shards has no class, their sizes differ too. A case
-# with other options has gathered DTensors. "gathered_token_loss" and a case have token losses.
+# with other options has gathered DTensors.
 SLOW_BY_KERNELS = (
     f"vocabulary:{SAVED[1]}",
     "check:batch_invariant_gathered_rows",
     "check:saved_rows_of_different_sizes",
     "check:gathered_dtensors",
-    "check:gathered_token_losses",
 )
 QUICK_BY_KERNELS = tuple(request for request in INTERPRETED if request not in SLOW_BY_KERNELS)
 QUICK_BY_KERNELS += ("vocabulary:edge-log_probs-saved-frozen_weight-fp16",)
