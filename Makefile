@@ -50,7 +50,7 @@ endef
 
 help:
 	@echo "make train        set up, then train the tiny language model on the standard library's sources"
-	@echo "make test         set up, then run the quick CPU tests (10 minutes of CPU time)"
+	@echo "make test         set up, then run the quick CPU tests (8 to 16 minutes of CPU time)"
 	@echo "make test-slow    the cases that make test leaves out and that need no GPU"
 	@echo "make test-latest  the quick CPU tests with the newest torch, triton, jax and NumPy"
 	@echo "make test-hosts   the tests of the adapters with the released packages of their hosts"
