@@ -86,6 +86,21 @@ def test_dtype_device_and_copies() -> None:
         torch.testing.assert_close(twin(x, target), head(x, target), rtol=0, atol=0)
 
 
+class WithoutCache(LinearCrossEntropy):
+    """A subclass whose state leaves out what cannot be copied."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "cache"}
+
+
+def test_a_copy_has_the_state_of_a_subclass() -> None:
+    head: Any = WithoutCache(8, 50)
+    head.cache = Lock()
+    copied = copy.deepcopy(head)
+    assert not hasattr(copied, "cache")
+    assert torch.equal(copied.weight, head.weight)
+
+
 def test_a_copy_shares_the_process_groups() -> None:
     """As copies for averaged weights do. Process groups cannot be copied, and no lock can."""
     group = Lock()
