@@ -10,14 +10,14 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jax_pallas.primitives import varying
+from jax_pallas.primitives import vary_over, varying
 from jax_pallas.slicing import is_symbolic
 from linear_ce.spec import check_choice, check_flag
 
@@ -281,7 +281,6 @@ def aligned(
     def made(index: int, array: Array) -> Array:
         axes = every - frozenset(devices.token_axes) if index in shared else every
         axes = axes if index in of_head else axes - devices.shared_vocab_axes
-        missing = tuple(sorted(axes - varying(array), key=str))
-        return cast(Array, lax.pcast(array, missing, to="varying")) if missing else array
+        return vary_over(array, axes)
 
     return tuple(made(index, array) for index, array in enumerate(arrays))

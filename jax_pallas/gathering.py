@@ -23,7 +23,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax_pallas import vocab_shard
 from jax_pallas.devices import Devices, aligned
 from jax_pallas.options import Arrays, Options, TokenOptions
-from jax_pallas.primitives import varying
+from jax_pallas.primitives import vary_over
 from jax_pallas.problem import Gradients, NeedsGrad, Problem
 
 Static = Options | TokenOptions
@@ -88,10 +88,8 @@ def over_all_tokens(operator: Any, static: Static, arrays: Arrays) -> Arrays:
         return cast(Array, lax.all_gather(array, axes, tiled=True, to="invarying")) if index in rows else array
 
     def own(rows: Array) -> Array:
-        rows = own_rows(devices, rows)
         # The rows of the only device do not vary yet, as those of one of several do.
-        missing = tuple(axis for axis in axes if axis not in varying(rows))
-        return cast(Array, lax.pcast(rows, missing, to="varying")) if missing else rows
+        return vary_over(own_rows(devices, rows), axes)
 
     results = operator(inner, *(gathered(index, array) for index, array in enumerate(arrays)))
     # Not a loss, or a sum of grad_into.

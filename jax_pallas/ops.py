@@ -24,7 +24,7 @@ There are primitives outside and inside of each custom_vjp function (`primitives
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ from jax_pallas.gathering import (
 from jax_pallas.launch import Lowering
 from jax_pallas.options import Arrays, Options
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
-from jax_pallas.primitives import differentiable, opaque, varying
+from jax_pallas.primitives import differentiable, opaque, vary_over, varying
 from jax_pallas.problem import (
     NO_GRADIENTS,
     Gradients,
@@ -132,14 +132,10 @@ def as_results(
     every = frozenset[Any]().union(*map(varying, arrays))
     of_tokens = every - devices.shared_vocab_axes
 
-    def over(axes: frozenset[Any], result: Array) -> Array:
-        missing = tuple(sorted(axes - varying(result), key=str))
-        return cast(Array, jax.lax.pcast(result, missing, to="varying")) if missing else result
-
     def made(result: Array) -> Array:
-        return over(of_tokens if result.ndim else of_tokens - frozenset(devices.token_axes), result)
+        return vary_over(result, of_tokens if result.ndim else of_tokens - frozenset(devices.token_axes))
 
-    return jax.tree.map(made, results), None if total is None else over(every, total)
+    return jax.tree.map(made, results), None if total is None else vary_over(total, every)
 
 
 @rule_of_arrays

@@ -31,7 +31,7 @@ from jax_pallas.arguments import ARRAYS, check_are_arrays, check_per_token
 from jax_pallas.devices import axis_names, is_divided
 from jax_pallas.elementwise import TracedLoss, trace_token_loss
 from jax_pallas.linear_ce import LogProbs, LossStats
-from jax_pallas.primitives import varying
+from jax_pallas.primitives import vary_over, varying
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
 from linear_ce.spec import ArrayInfo, LossSpec, check_arrays
@@ -466,8 +466,7 @@ def _placed(where: Placement, array: Any, spec: PartitionSpec) -> Array:
 def _zeros_beside(axes: tuple[str, ...], into: Array) -> Array:
     """Returns zeros for each device of the axes in place of a grad_into that they share. Its gradient is
     grad_into plus the sum of what the devices added to theirs."""
-    zeros = jnp.zeros_like(into)
-    return lax.pcast(zeros, tuple(({*axes} | varying(into)) - varying(zeros)), to="varying")
+    return vary_over(jnp.zeros_like(into), {*axes} | varying(into))
 
 
 _zeros_beside.defvjp(

@@ -138,6 +138,14 @@ def test_a_named_implementation_is_lowered_for_a_gpu(implementation: str) -> Non
     assert set(kernels_in(program.mlir_module())) == KERNELS[implementation]
 
 
+def test_shapes_of_a_named_implementation_need_no_gpu() -> None:
+    arrays = bfloat16_problem()
+    shapes = jax.eval_shape(gradients_of(implementation="mosaic"), arrays)
+    assert shapes["linear_weight"].shape == arrays["linear_weight"].shape
+    with pytest.raises(ValueError, match="the Hopper kernels need an NVIDIA GPU"):
+        gradients_of(implementation="mosaic").lower(arrays)
+
+
 def test_an_exported_loss_is_differentiable_after_serialization() -> None:
     pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
     arrays = problem()
