@@ -48,6 +48,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile-jobs", type=int, default=0, metavar="N", help="first compile the compiled rows in N processes"
     )
+    parser.add_argument(
+        "--kernels", action="store_true", help="print and record kernels too, and gaps in which the GPU does nothing"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
     return parser.parse_args(arguments)
@@ -85,7 +88,7 @@ class Run:
             path, taken = Path(folder) / "rows", 0
             path.touch()
             asked = [asdict(row) for row in rows]
-            request = Request(asked, str(path), self.options.seconds, self.left(), ahead)
+            request = Request(asked, str(path), self.options.seconds, self.left(), ahead, self.options.kernels)
             limit = self.options.limit * len(rows)
             arguments = json.dumps(asdict(request)), limit, {**os.environ, **ENVIRONMENT}
             process = pool.submit(answer_of, "benchmarks.hosts_process", *arguments)
@@ -109,6 +112,8 @@ class Run:
                 found = {**asdict(row), "tokens_per_s": None, "peak_bytes": None, **answer}
                 file.add(found)
                 print(line(found), flush=True)
+                if found.get("by_kernel"):
+                    print(f"{results.kernels(found)}\n{results.gaps(found)}", flush=True)
                 failed |= found["status"] == "failed" and row.variant.startswith("ours")
             if len(waiting) == asked:
                 break
@@ -128,6 +133,8 @@ class Run:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a row with our loss failed."""
     options = parse(arguments)
+    if options.kernels and not torch.cuda.is_available():
+        raise SystemExit("--kernels needs a GPU: a trace on a CPU has none of its kernels")
     run, commit = Run(options), options.commit or results.commit()
     versions = {name: found for name, found in installed(*VERSIONS).items() if found != "none"}  # hosts need not agree
     try:

@@ -19,8 +19,10 @@ from jax import Array
 
 from benchmarks.hosts_process import check_differences
 from benchmarks.hosts_rows import CONFIGS, Row
+from benchmarks.jax_host import trace_without_graphs
 from benchmarks.methods import load
 from benchmarks.timing import WARM_UP, Sensor, host_blocks
+from benchmarks.trace import CALLS, of_row
 
 TILES = 8  # of MaxText: 1,024 tokens of 8,192 each
 # None of these has an effect on the head and the loss.
@@ -37,15 +39,19 @@ class Call(NamedTuple):
     """A compiled call of a loss and its gradients.
 
     Args:
+        function: the jitted function.
+        arguments: of it.
         run: enqueues one call and returns the loss, and the gradients of hidden states and head.
         bytes: of its arguments, results and temporaries.
     """
 
+    function: Any
+    arguments: tuple[Any, ...]
     run: Callable[[], tuple[Array, Any]]
     bytes: int
 
 
-def measure(row: Row, seconds: float | None) -> dict[str, Any]:
+def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str, Any]:
     """Returns the figures of a row; none without seconds, because nothing is compiled ahead.
 
     Raises:
@@ -73,7 +79,8 @@ def measure(row: Row, seconds: float | None) -> dict[str, Any]:
     figures = host_blocks(step, wait, seconds, Sensor(gpu=on_gpu)).figures()
     gc.collect()
     tokens_per_s = 1000 * row.batch * row.seq / figures["step_ms"]
-    return {"tokens_per_s": tokens_per_s, "peak_bytes": call.bytes if on_gpu else None, **figures, **errors}
+    traced = of_row(trace_without_graphs(call.function, call.arguments), CALLS) if kernels else {}
+    return {"tokens_per_s": tokens_per_s, "peak_bytes": call.bytes if on_gpu else None, **figures, **errors, **traced}
 
 
 @lru_cache(2)
@@ -81,11 +88,12 @@ def compiled(host: str, config: str, variant: str, seq: int, batch: int) -> Call
     """Returns the compiled loss and gradients of a row."""
     make = {"tunix": tunix_loss, "maxtext": maxtext_loss}[host]
     loss, arguments = make(config, seq, batch, ours=variant == "ours")
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arguments).compile()
+    function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    program = function.lower(*arguments).compile()
     plan: Any = program.memory_analysis()
     parts = ("argument", "output", "temp")
     size = 0 if plan is None else sum(getattr(plan, f"{part}_size_in_bytes") for part in parts)
-    return Call(lambda: program(*arguments), size)
+    return Call(function, arguments, lambda: program(*arguments), size)
 
 
 def differences(found: tuple[Array, Any], expected: tuple[Array, Any]) -> list[float]:

@@ -49,7 +49,8 @@ def answer(row: Row, request: Request) -> dict[str, Any]:
     """Returns what this process measures of a row, with its "status" and "note". Errors are answers."""
     try:
         module: Any = importlib.import_module(HOSTS[row.host].module)
-        return {"status": "ok", "note": None, **module.measure(row, None if request.ahead else request.seconds)}
+        figures = module.measure(row, None if request.ahead else request.seconds, request.kernels)
+        return {"status": "ok", "note": None, **figures}
     except UnavailableError as error:
         return {"status": "skipped", "note": str(error)}
     except Exception as error:  # the message of any failure is the result

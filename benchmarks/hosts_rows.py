@@ -113,6 +113,7 @@ class Request:
         seconds: of the timed steps of a row.
         until: no row begins later than so many seconds after the process began; None: all begin.
         ahead: compile what a row compiles, for the caches of the other processes, and measure nothing.
+        kernels: trace a row after its timed steps.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -120,6 +121,7 @@ class Request:
     seconds: float
     until: float | None = None
     ahead: bool = False
+    kernels: bool = False
 
 
 def plan(

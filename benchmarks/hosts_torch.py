@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.hosts_rows import CONFIGS, Row
 from benchmarks.methods import load
 from benchmarks.timing import WARM_UP, Sensor, host_blocks
+from benchmarks.trace import CALLS, of_row, trace_torch
 
 
 def device_type() -> str:
@@ -67,8 +68,9 @@ def differences(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -
     return [((one - other).norm() / other.norm()).item() for one, other in pairs]
 
 
-def time_steps(row: Row, step: Callable[[], None], seconds: float) -> dict[str, Any]:
-    """Returns the figures of steps: tokens per second, the peak of allocated memory, and times."""
+def time_steps(row: Row, step: Callable[[], None], seconds: float, kernels: bool) -> dict[str, Any]:
+    """Returns the figures of steps: tokens per second, the peak of allocated memory, times, and if asked for kernels
+    and gaps of a trace."""
     on_gpu = torch.cuda.is_available()
     wait = torch.cuda.synchronize if on_gpu else _no_wait
     for _ in range(WARM_UP):
@@ -77,11 +79,12 @@ def time_steps(row: Row, step: Callable[[], None], seconds: float) -> dict[str, 
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     figures = host_blocks(step, wait, seconds, Sensor(gpu=on_gpu)).figures()
-    return {
+    found = {
         "tokens_per_s": 1000 * row.batch * row.seq / figures["step_ms"],
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         **figures,
     }
+    return found | (of_row(trace_torch(step), CALLS) if kernels else {})
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:

@@ -28,7 +28,7 @@ CHECKED = 512  # tokens of the sequence on which a variant is compared
 KEPT = 0.9
 
 
-def measure(row: Row, seconds: float | None) -> dict[str, Any]:
+def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str, Any]:
     """Returns the figures of a row; without seconds, compiles the model of the row and returns none.
 
     Raises:
@@ -61,7 +61,7 @@ def measure(row: Row, seconds: float | None) -> dict[str, Any]:
             optimizer.zero_grad()
             steps += 1
 
-        return time_steps(row, step, seconds) | errors
+        return time_steps(row, step, seconds, kernels) | errors
 
 
 @contextmanager

@@ -34,7 +34,7 @@ CHECKED = 2, 512  # most sequences and tokens of the batch on which a variant is
 WORDS = 8  # of the tokenizer, which no batch uses
 
 
-def measure(row: Row, seconds: float | None) -> dict[str, Any]:
+def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str, Any]:
     """Returns the figures of a row; none without seconds, because nothing is compiled ahead.
 
     Raises:
@@ -58,7 +58,7 @@ def measure(row: Row, seconds: float | None) -> dict[str, Any]:
             trainer.model.zero_grad()
             steps += 1
 
-        return time_steps(row, step, seconds) | errors
+        return time_steps(row, step, seconds, kernels) | errors
 
 
 def changed(trainer: Any, row: Row) -> dict[str, float]:

@@ -383,6 +383,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 LEAST_MS = 0.005  # of a kernel that is printed
+GAPS = 12  # that are printed
 
 
 def kernels(row: Mapping[str, Any]) -> str:
@@ -399,6 +400,16 @@ def kernels(row: Mapping[str, Any]) -> str:
         sums = (sum(kernel[key] for kernel in rest) for key in ("ms", "launches"))
         lines.append("  {:9.3f} ms {:6.1f} x  shorter ones".format(*sums))
     return "\n".join([*lines, f"  {total:9.3f} ms {launches:6.1f} x  all"])
+
+
+def gaps(row: Mapping[str, Any]) -> str:
+    """Returns a table of the longest gaps in which the device does nothing: ms of one call, times, work before and
+    after."""
+    lines = [
+        f"  {gap['ms']:9.3f} ms {gap['times']:6.1f} x  between {gap['after'][:40]} and {gap['before'][:40]}"
+        for gap in row["by_gap"][:GAPS]
+    ]
+    return "\n".join([*lines, f"  {row['gap_ms']:9.3f} ms in all gaps, {row['device_ms']:.3f} ms of work"])
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -36,15 +36,9 @@ def summary(work: Sequence[Work], calls: int) -> dict[str, Any]:
         main_kernel: the kernel that takes the most time.
         main_launches: how often it is launched.
     """
-    busy, end, gap = 0.0, None, 0.0
-    for each in sorted(work, key=lambda each: each.start):
-        stop = each.start + each.duration
-        if end is None or each.start >= end:
-            gap += 0.0 if end is None else each.start - end
-            busy += each.duration
-        else:
-            busy += max(stop - end, 0.0)
-        end = stop if end is None else max(end, stop)
+    gap = sum(gap.duration for gap in _gaps(work))
+    ends = [each.start + each.duration for each in work]
+    busy = max(ends) - min(each.start for each in work) - gap if work else 0.0
     kernels = by_kernel([each for each in work if each.kernel], calls)
     main = kernels[0] if kernels else {"name": None, "launches": None}
     return {
@@ -71,6 +65,48 @@ def by_kernel(work: Sequence[Work], calls: int) -> list[dict[str, Any]]:
         {"name": name, "launches": len(times) / calls, "ms": sum(times) / 1000 / calls} for name, times in found.items()
     ]
     return sorted(rows, key=lambda row: -row["ms"])
+
+
+def by_gap(work: Sequence[Work], calls: int) -> list[dict[str, Any]]:
+    """Returns "after", "before", "times" and "ms" of the gaps of one call in which the device does nothing, by the work
+    that ends before and begins after them, the longest first.
+
+    Args:
+        work: of all traced calls, in any order.
+        calls: how many were traced.
+    """
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for gap in _gaps(work):
+        found[gap.after, gap.before].append(gap.duration)
+    rows = [
+        {"after": after, "before": before, "times": len(times) / calls, "ms": sum(times) / 1000 / calls}
+        for (after, before), times in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def of_row(work: Sequence[Work], calls: int) -> dict[str, Any]:
+    """Returns what a row records of a trace: `by_kernel`, `by_gap`, and "device_ms" and "gap_ms" of `summary`."""
+    figures = summary(work, calls)
+    kept = {key: figures[key] for key in ("device_ms", "gap_ms")}
+    return {"by_kernel": by_kernel(work, calls), "by_gap": by_gap(work, calls), **kept}
+
+
+class _Gap(NamedTuple):
+    duration: float  # microseconds
+    after: str
+    before: str
+
+
+def _gaps(work: Sequence[Work]) -> list[_Gap]:
+    gaps: list[_Gap] = []
+    last = None  # of the work so far, the one that ends last
+    for each in sorted(work, key=lambda each: each.start):
+        if last is not None and (gap := each.start - last.start - last.duration) > 0:
+            gaps.append(_Gap(gap, last.name, each.name))
+        if last is None or each.start + each.duration > last.start + last.duration:
+            last = each
+    return gaps
 
 
 def torch_work(trace: dict[str, Any]) -> list[Work]:

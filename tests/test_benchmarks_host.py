@@ -17,7 +17,7 @@ from benchmarks.methods import Method
 from benchmarks.shapes import CALL_MODES, DEFAULT_SHAPES, OBJECTIVE_MODES, SHAPES, plan
 from benchmarks.torch_bench import TorchBench
 from benchmarks.torch_host import HostBench, Steps, identity_operator
-from benchmarks.trace import Work, by_kernel, jax_work, summary, torch_work
+from benchmarks.trace import Work, by_gap, by_kernel, jax_work, summary, torch_work
 
 
 def run(framework: str, folder: Path, modes: list[str]) -> list[dict[str, Any]]:
@@ -211,7 +211,18 @@ def test_a_trace_gives_kernels_device_time_and_gaps() -> None:
     assert figures["device_ms"] == pytest.approx((10 + 4 + 10) / 2000)
     assert figures["gap_ms"] == pytest.approx((2 + 4) / 2000)
     assert (figures["main_kernel"], figures["main_launches"]) == ("gemm", 1)
-    assert summary([], 1)["device_ms"] == 0
+    assert summary([], 1)["device_ms"] == summary([], 1)["gap_ms"] == 0
+    gaps = by_gap(work, 2)
+    assert [(gap["after"], gap["before"], gap["times"]) for gap in gaps] == [
+        ("Memset", "gemm", 0.5),
+        ("gemm", "small", 0.5),
+    ]
+    assert [gap["ms"] for gap in gaps] == pytest.approx([0.002, 0.001])
+    assert results.gaps({"by_gap": gaps, "gap_ms": 0.003, "device_ms": 0.012}).splitlines() == [
+        "      0.002 ms    0.5 x  between Memset and gemm",
+        "      0.001 ms    0.5 x  between gemm and small",
+        "      0.003 ms in all gaps, 0.012 ms of work",
+    ]
     kernels = by_kernel(work, 2)
     assert [(each["name"], each["launches"]) for each in kernels] == [("gemm", 1), ("small", 1), ("Memset", 0.5)]
     assert [each["ms"] for each in kernels] == pytest.approx([0.01, 0.002, 0.0015])

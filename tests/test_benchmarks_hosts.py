@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +19,17 @@ import trl_stand_ins
 from flax import nnx
 from hub_models import import_transformers
 
-from benchmarks import hosts, hosts_jax, hosts_process, hosts_table, hosts_transformers, hosts_trl, tables
+from benchmarks import hosts, hosts_jax, hosts_process, hosts_table, hosts_torch, hosts_transformers, hosts_trl, tables
 from benchmarks.hosts_process import answer
 from benchmarks.hosts_rows import CONFIGS, HOSTS, Request, Row, plan
 from benchmarks.hosts_torch import make_model
 from benchmarks.page_tables import NOT_YET
 from benchmarks.results import RECORDED
+from benchmarks.trace import CALLS, Work
 
 transformers = import_transformers()
 REQUEST = Request(rows=[], file="", seconds=0.0)
+WORK = [Work("gemm", 0, 10, True), Work("small", 14, 6, True)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,6 +54,16 @@ def test_a_row_of_transformers(variant: str) -> None:
     _, own = hosts_transformers.in_float32("smoke")
     assert 0 < found["gradient_error"] <= hosts_process.MOST_TIMES * own
     assert (found["gradient_error"] == own) == (variant == "plain")
+
+
+def test_a_row_with_kernels_is_traced_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_torch, "trace_torch", lambda step: step() or WORK)
+    row = Row(host="transformers", config="smoke", variant="plain", seq=16, batch=2)
+    found = answer(row, replace(REQUEST, kernels=True))
+    assert [kernel["name"] for kernel in found["by_kernel"]] == ["gemm", "small"]
+    assert [gap["after"] for gap in found["by_gap"]] == ["gemm"]
+    assert found["device_ms"] == pytest.approx(0.016 / CALLS)
+    assert "by_kernel" not in answer(row, REQUEST)
 
 
 def test_a_tuned_model_has_causal_attention_without_a_mask() -> None:
@@ -175,6 +188,8 @@ def test_rows_of_jax_hosts(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
             row = Row(host=host, config="smoke", variant=variant, seq=16, batch=2, trainer=trainer, part=part)
             found = check_row(row, most=3e-3)  # tunix rounds log-probabilities to bfloat16
             assert (found["gradient_error"] == 0) == (variant == "plain")
+        monkeypatch.setattr(hosts_jax, "trace_without_graphs", lambda call, given: call(*given) and WORK)
+        assert answer(row, replace(REQUEST, kernels=True))["by_kernel"][0]["name"] == "gemm"
 
 
 def test_a_loss_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +270,25 @@ def test_the_command_writes_a_row_for_each_variant(command: Any, capsys: Any) ->
     assert "transformers, smoke, plain, 16 x 512" in out
     assert "1,000 tokens/s, 1.00 GiB, the loss differs by 1.0e-04" in out
     assert "trl, GRPO, loss, smoke, ours, 16 x 512               failed: an error" in out
+
+
+def test_the_command_prints_kernels_and_gaps(command: Any, capsys: Any) -> None:
+    traced = {"by_kernel": [{"name": "gemm", "launches": 2.0, "ms": 1.0}], "device_ms": 1.0}
+    traced |= {"by_gap": [{"after": "gemm", "before": "gemm", "times": 1.0, "ms": 3.0}], "gap_ms": 3.0}
+    _, rows = command(lambda rows: [OK | traced] * len(rows), "--hosts", "transformers", "--variants", "plain")
+    assert rows[0]["by_gap"] == traced["by_gap"]
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert printed == [
+        "1.000 ms    2.0 x  gemm",
+        "1.000 ms    2.0 x  all",
+        "3.000 ms    1.0 x  between gemm and gemm",
+        "3.000 ms in all gaps, 1.000 ms of work",
+    ]
+
+
+def test_kernels_need_a_gpu() -> None:
+    with pytest.raises(SystemExit, match="--kernels needs a GPU: a trace on a CPU has none of its kernels"):
+        hosts.main(["--kernels", "--commit", "1"])
 
 
 def test_another_process_takes_the_rows_after_one_in_which_a_process_ended(command: Any) -> None:

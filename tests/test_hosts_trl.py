@@ -531,6 +531,7 @@ def test_the_head_of_another_number_of_tokens_is_refused(adapter: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_the_loss_of_grpo_waits_for_no_device(adapter: Any, loss_type: str) -> None:
     trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type=loss_type, beta=0.1))
