@@ -103,9 +103,11 @@ def trace_token_loss(
     _check_elementwise(of_all.jaxpr, arguments, length)
     traced = _traced(token_loss, 1, per_token)
     _check_same_program(of_all, traced, length)
-    shared, of_tokens = _split(traced)
+    constants, shared, of_tokens = _split(traced)
     program = of_tokens if get_abstract_mesh().empty else _without_mesh(of_tokens)
     key, texts = _key(token_loss), [str(program)]
+    if _has_constants(program.jaxpr):
+        key = object()  # the text does not have their values
     if any(f"{kind}_call" in texts[0] for kind in ("custom_jvp", "custom_vjp")):
         rules_of_all = _derivative(of_all, arguments, length)
         rules = _derivative(traced, arguments, 1)
@@ -119,7 +121,7 @@ def trace_token_loss(
         texts.append(str(rules))
         if rules.consts:
             key = object()  # the text has no values of the arrays that a rule uses
-    closure = tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in traced.consts)
+    closure = tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in constants)
     return TokenFunction(key, "\n".join(texts), program), partial(jaxpr_as_fun(shared), *closure)
 
 
@@ -346,16 +348,18 @@ def _open(traced: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 
 
-def _split(traced: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+def _split(traced: ClosedJaxpr) -> tuple[list[Any], ClosedJaxpr, ClosedJaxpr]:
     """Splits a trace into what depends on its constants only and the rest.
 
     Returns:
-        From the constants to the values that tokens meet, and from these and the arguments to the results. The values
-        are mostly single numbers. They are computed and differentiated outside, once, and not for each token.
+        The constants, also those of functions that it calls with `jax.jit`; from these to the values that tokens meet;
+        and from these values and the arguments to the results. The values are mostly single numbers. They are computed
+        and differentiated outside, once, and not for each token.
     """
     jaxpr, equations = traced.jaxpr, []
-    results = _inlined(jaxpr, [*jaxpr.constvars, *jaxpr.invars], equations)
-    of_constants, of_tokens = set(jaxpr.constvars), set(jaxpr.invars)
+    constants = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+    results = _inlined(jaxpr, [*jaxpr.constvars, *jaxpr.invars], equations, constants)
+    of_constants, of_tokens = set(constants), set(jaxpr.invars)
     shared, rest = [], []
     for equation in equations:
         operands = {atom for atom in equation.invars if not isinstance(atom, Literal)}
@@ -375,11 +379,12 @@ def _split(traced: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
         found = jaxpr.replace(constvars=[], invars=inputs, eqns=equations, outvars=outputs)
         return ClosedJaxpr(found.replace(eqns=_needed(found)), [])
 
-    return closed(jaxpr.constvars, shared, met), closed([*met, *jaxpr.invars], rest, results)
+    return [*constants.values()], closed([*constants], shared, met), closed([*met, *jaxpr.invars], rest, results)
 
 
-def _inlined(jaxpr: Jaxpr, arguments: Sequence[Any], equations: list[Any]) -> list[Any]:
-    """Appends the equations of a jaxpr, and of what it calls with `jax.jit`, to `equations`; returns the results."""
+def _inlined(jaxpr: Jaxpr, arguments: Sequence[Any], equations: list[Any], constants: dict[Any, Any]) -> list[Any]:
+    """Appends the equations of a jaxpr, and of what it calls with `jax.jit`, to `equations`, and variables with the
+    constants of these calls to `constants`; returns the results."""
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
 
     def value(atom: Any) -> Any:
@@ -388,13 +393,25 @@ def _inlined(jaxpr: Jaxpr, arguments: Sequence[Any], equations: list[Any]) -> li
     for equation in jaxpr.eqns:
         operands = [value(atom) for atom in equation.invars]
         called: Any = equation.params.get("jaxpr")
-        if equation.primitive.name == "jit" and not called.consts:
-            results = _inlined(called.jaxpr, operands, equations)
+        if equation.primitive.name == "jit":
+            own = {Var(var.aval): value for var, value in zip(called.jaxpr.constvars, called.consts, strict=True)}
+            constants |= own
+            results = _inlined(called.jaxpr, [*own, *operands], equations, constants)
         else:
             results = [Var(var.aval) for var in equation.outvars]  # new ones: a jaxpr may be called twice
             equations.append(equation.replace(invars=operands, outvars=results))
         values.update(zip(equation.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
+
+
+def _has_constants(jaxpr: Jaxpr) -> bool:
+    """Returns whether something that a jaxpr calls has constants."""
+    called = [one for equation in jaxpr.eqns for one in jax.tree.leaves([*equation.params.values()])]
+    return any(
+        (isinstance(one, ClosedJaxpr) and bool(one.consts)) or _has_constants(_opened(one))
+        for one in called
+        if isinstance(one, (ClosedJaxpr, Jaxpr))
+    )
 
 
 def _without_mesh(traced: ClosedJaxpr) -> ClosedJaxpr:

@@ -10,7 +10,6 @@ primitive has no mesh.
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
-from jax_pallas.launch import Lowering, traced_platform
+from jax_pallas.launch import Lowering
 
 Function = Callable[..., Any]
 OF_SHARD = re.compile(r"\.(d_weight|d_bias|e|unit_d_input|rho|theta|unit_scale)\b")  # paths, also of `SavedRows`
@@ -31,17 +30,12 @@ Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, si
 
 @lru_cache(maxsize=1024)
 def _result_shapes(
-    trace: Function, static: Any, tree: Any, shapes: tuple[Any, ...]
+    function: Function, static: Any, tree: Any, shapes: tuple[Any, ...]
 ) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns the results of a call as flat shapes with their paths in the results, and their tree.
-
-    Args:
-        trace: (static, *arguments) -> shapes of the results.
-        static, tree, shapes: of the call, and of its arguments.
-    """
+    """Returns the results of a call as flat shapes with their paths in the results, and their tree."""
     arguments = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
     with one_device():
-        found, tree = jax.tree_util.tree_flatten_with_path(trace(static, *arguments))
+        found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(partial(function, static), *arguments))
     return [(jax.tree_util.keystr(path), result) for path, result in found], tree
 
 
@@ -70,21 +64,19 @@ def vary_over(array: Array, axes: Iterable[Any]) -> Array:
     return cast(Array, jax.lax.pcast(array, missing, to="varying")) if missing else array
 
 
-def _primitive(
-    name: str, function: Function, trace: Function, *, returns_tuple: bool
-) -> tuple[Primitive, Function, Function]:
+def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[Primitive, Function, Function]:
     """Returns a primitive of `function`, the call that binds it, and `function` of flat leaves.
 
-    `trace` takes the arguments of `function` and returns the shapes of its results. Where `returns_tuple`, these are a
-    tuple of arrays. If the call divides the vocabulary among devices, all results but d_weight and d_bias are the same
-    on these devices (`vocab_shard.py`), and d_input on those that have the same rows of the input. What a call saves of
+    Where `returns_tuple`, `function` returns a tuple of arrays. Other results are put together as a trace of `function`
+    shows them. If the call divides the vocabulary among devices, all results but d_weight and d_bias are the same on
+    these devices (`vocab_shard.py`), and d_input on those that have the same rows of the input. What a call saves of
     its rows counts as different on each device.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
     def shapes_of(leaves: Sequence[Any], static: Any, tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-        return _result_shapes(trace, static, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        return _result_shapes(function, static, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
     def bound(static: Any, *arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
@@ -92,8 +84,8 @@ def _primitive(
         results = primitive.bind(*(vary_over(leaf, axes) for leaf in leaves), static=static, tree=tree)
         return tuple(results) if returns_tuple else jax.tree.unflatten(shapes_of(leaves, static, tree)[1], results)
 
-    def flat(*leaves: Any, static: Any, tree: Any) -> list[Any]:
-        return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves)))
+    def flat(*leaves: Any, static: Any, tree: Any, **static_args: Any) -> list[Any]:
+        return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves), **static_args))
 
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
         mesh, axes = avals[0].sharding.mesh, avals[0].manual_axis_type
@@ -169,38 +161,21 @@ def _partitioned(context: Any) -> int:
 def opaque(name: str) -> Callable[[Function], Function]:
     """Turns a function into a primitive that is not differentiable and that partial evaluation does not split.
 
-    The function takes the `lowering`: what it is lowered for. For the shapes of its results it is traced for the
-    likely lowering, or without one if it raises ValueError then. Where the lowering is another, it is traced again, for
-    one platform only, which `jax.lax.platform_dependent` would not do. Under vmap it runs for one element after the
-    other, because each one may take the whole memory budget.
+    The function takes the `lowering`: what it is lowered for. Without it, it is traced for the shapes of its results.
+    When it is lowered it is traced again, for one platform only, which `jax.lax.platform_dependent` would not do. Under
+    vmap it runs for one element after the other, because each one may take the whole memory budget.
     """
 
     def decorate(function: Function) -> Function:
-        def call(static: Any, arguments: Sequence[Any], lowering: Lowering | None) -> Any:
-            return function(static, *arguments, lowering=lowering)
-
-        # JAX keeps its traces. The name is that of its operations in a profile.
-        call.__name__ = name
-        kept = jax.jit(call, static_argnames=("static", "lowering"), inline=True)
-
-        def trace(static: Any, *arguments: Any) -> Any:
-            with suppress(ValueError):
-                return kept.eval_shape(static, arguments, Lowering(traced_platform(), 1))
-            return kept.eval_shape(static, arguments, None)
-
-        primitive, bound, _ = _primitive(name, function, trace, returns_tuple=False)
+        primitive, bound, flat = _primitive(name, function, returns_tuple=False)
 
         def lower(context: mlir.LoweringRuleContext, *leaves: Any, **parameters: Any) -> Any:
             platforms = context.platforms or context.module_context.platforms
             lowering = Lowering(platforms[0], _partitioned(context.module_context.axis_context))
             types: Sequence[Any] = context.avals_in
             context = context.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in types])
-
-            def lowered(*leaves: Any, static: Any, tree: Any) -> list[Any]:
-                return jax.tree.leaves(kept(static, tuple(jax.tree.unflatten(tree, leaves)), lowering))
-
             with one_device():
-                return mlir.lower_fun(lowered)(context, *leaves, **parameters)
+                return mlir.lower_fun(partial(flat, lowering=lowering))(context, *leaves, **parameters)
 
         def batch(leaves: Sequence[Any], axes: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
             one = sequential_vmap(lambda *leaves: primitive.bind(*leaves, **parameters))
@@ -227,12 +202,8 @@ def differentiable(name: str, function: Function, batched: Batched) -> Function:
 
     A call that is differentiated does not trace the version without gradients.
     """
-
-    def trace(static: Any, *arguments: Any) -> Any:
-        return jax.eval_shape(partial(function, static), *arguments)
-
     # A trace of the tuple's tree took 0.2 s of a train call's compilation.
-    primitive, bound, flat = _primitive(name, function, trace, returns_tuple=True)
+    primitive, bound, flat = _primitive(name, function, returns_tuple=True)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
         perturbed = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]

@@ -537,9 +537,18 @@ def test_check_token_loss() -> None:
         check_token_loss(scaled, jnp.ones(3), jnp.ones(4))
 
 
-def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> None:
+@jax.jit
+def with_an_array(log_prob: Array, advantage: Array) -> Array:
+    return FACTORS["a"] * log_prob * advantage
+
+
+FACTORS = {"a": jnp.full(1, 2.0)}
+
+
+@pytest.mark.parametrize("token_loss", [token_losses.weighted_nll(), with_an_array], ids=["named", "with_an_array"])
+def test_calls_without_jit_compile_once(token_loss: Any, caplog: pytest.LogCaptureFixture) -> None:
     for call in range(2):
-        arrays = simple() | {"token_loss": token_losses.weighted_nll()}
+        arrays = simple() | {"token_loss": token_loss}
         with jax.log_compiles():
             caplog.clear()
             gradients(loss_of, arrays, ARGUMENTS, eagerly)
@@ -555,6 +564,16 @@ def test_a_rule_that_changed_is_compiled_again(kind: Any, monkeypatch: pytest.Mo
     found = []
     for factor in (3.0, 6.0):
         monkeypatch.setitem(globals(), "FACTOR", kind(factor))
+        found.append(gradients(loss_of, arrays, ("input",), eagerly)[1]["input"])
+    assert_close(found[1], 2 * found[0])
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda function: jax.checkpoint(jax.jit(function))], ids=["jit", "within"])
+def test_an_array_of_a_jitted_function_that_changed_counts(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a trace does not have the values of these constants."""
+    arrays, found = simple() | {"token_loss": lambda p, a: wrap(lambda p: p * FACTORS["a"])(p)}, []
+    for factor in (1.0, 2.0):
+        monkeypatch.setitem(FACTORS, "a", jnp.full(1, factor))
         found.append(gradients(loss_of, arrays, ("input",), eagerly)[1]["input"])
     assert_close(found[1], 2 * found[0])
 
