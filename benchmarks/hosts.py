@@ -112,6 +112,8 @@ class Run:
                 found = {**asdict(row), "tokens_per_s": None, "peak_bytes": None, **answer}
                 file.add(found)
                 print(line(found), flush=True)
+                if found.get("trace_note"):
+                    print(f"  no trace: {found['trace_note']}", flush=True)
                 if found.get("by_kernel"):
                     print(f"{results.kernels(found)}\n{results.gaps(found)}", flush=True)
                 failed |= found["status"] == "failed" and row.variant.startswith("ours")

@@ -22,7 +22,7 @@ from benchmarks.hosts_rows import CONFIGS, Row
 from benchmarks.jax_host import trace_without_graphs
 from benchmarks.methods import load
 from benchmarks.timing import WARM_UP, Sensor, host_blocks
-from benchmarks.trace import CALLS, of_row
+from benchmarks.trace import of_row
 
 TILES = 8  # of MaxText: 1,024 tokens of 8,192 each
 # None of these has an effect on the head and the loss.
@@ -79,7 +79,7 @@ def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str,
     figures = host_blocks(step, wait, seconds, Sensor(gpu=on_gpu)).figures()
     gc.collect()
     tokens_per_s = 1000 * row.batch * row.seq / figures["step_ms"]
-    traced = of_row(trace_without_graphs(call.function, call.arguments), CALLS) if kernels else {}
+    traced = of_row(lambda: trace_without_graphs(call.function, call.arguments)) if kernels else {}
     return {"tokens_per_s": tokens_per_s, "peak_bytes": call.bytes if on_gpu else None, **figures, **errors, **traced}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.hosts_rows import CONFIGS, Row
 from benchmarks.methods import load
 from benchmarks.timing import WARM_UP, Sensor, host_blocks
-from benchmarks.trace import CALLS, of_row, trace_torch
+from benchmarks.trace import of_row, trace_torch
 
 
 def device_type() -> str:
@@ -84,7 +84,7 @@ def time_steps(row: Row, step: Callable[[], None], seconds: float, kernels: bool
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         **figures,
     }
-    return found | (of_row(trace_torch(step), CALLS) if kernels else {})
+    return found | (of_row(lambda: trace_torch(step)) if kernels else {})
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:

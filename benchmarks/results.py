@@ -383,7 +383,6 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 LEAST_MS = 0.005  # of a kernel that is printed
-GAPS = 12  # that are printed
 
 
 def kernels(row: Mapping[str, Any]) -> str:
@@ -407,7 +406,7 @@ def gaps(row: Mapping[str, Any]) -> str:
     after."""
     lines = [
         f"  {gap['ms']:9.3f} ms {gap['times']:6.1f} x  between {gap['after'][:40]} and {gap['before'][:40]}"
-        for gap in row["by_gap"][:GAPS]
+        for gap in row["by_gap"]
     ]
     return "\n".join([*lines, f"  {row['gap_ms']:9.3f} ms in all gaps, {row['device_ms']:.3f} ms of work"])
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.methods import describe
+
 CALLS = 5  # traced back to back
+KERNELS, GAPS = 60, 12  # that a row keeps
 COPIES = ("gpu_memcpy", "gpu_memset")  # categories of PyTorch's trace besides "kernel"
 
 
@@ -85,11 +88,16 @@ def by_gap(work: Sequence[Work], calls: int) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-def of_row(work: Sequence[Work], calls: int) -> dict[str, Any]:
-    """Returns what a row records of a trace: `by_kernel`, `by_gap`, and "device_ms" and "gap_ms" of `summary`."""
-    figures = summary(work, calls)
+def of_row(trace: Callable[[], list[Work]]) -> dict[str, Any]:
+    """Returns what a row records of a trace of CALLS calls: the first of `by_kernel` and `by_gap`, and "device_ms" and
+    "gap_ms" of `summary`; or "trace_note" if the profiler fails, because the times of the row are there already."""
+    try:
+        work = trace()
+    except Exception as error:
+        return {"trace_note": describe(error)}
+    figures = summary(work, CALLS)
     kept = {key: figures[key] for key in ("device_ms", "gap_ms")}
-    return {"by_kernel": by_kernel(work, calls), "by_gap": by_gap(work, calls), **kept}
+    return {"by_kernel": by_kernel(work, CALLS)[:KERNELS], "by_gap": by_gap(work, CALLS)[:GAPS], **kept}
 
 
 class _Gap(NamedTuple):

@@ -65,6 +65,14 @@ def test_a_row_with_kernels_is_traced_after_its_steps(monkeypatch: pytest.Monkey
     assert found["device_ms"] == pytest.approx(0.016 / CALLS)
     assert "by_kernel" not in answer(row, REQUEST)
 
+    def fails(step: Any) -> None:
+        raise RuntimeError("the trace holds no kernel")
+
+    monkeypatch.setattr(hosts_torch, "trace_torch", fails)
+    found = answer(row, replace(REQUEST, kernels=True))
+    assert (found["status"], found["trace_note"]) == ("ok", "RuntimeError: the trace holds no kernel")
+    assert found["tokens_per_s"] > 0
+
 
 def test_a_tuned_model_has_causal_attention_without_a_mask() -> None:
     """In a compiled graph. A model with a sliding window keeps its masks."""
@@ -275,9 +283,11 @@ def test_the_command_writes_a_row_for_each_variant(command: Any, capsys: Any) ->
 def test_the_command_prints_kernels_and_gaps(command: Any, capsys: Any) -> None:
     traced = {"by_kernel": [{"name": "gemm", "launches": 2.0, "ms": 1.0}], "device_ms": 1.0}
     traced |= {"by_gap": [{"after": "gemm", "before": "gemm", "times": 1.0, "ms": 3.0}], "gap_ms": 3.0}
-    _, rows = command(lambda rows: [OK | traced] * len(rows), "--hosts", "transformers", "--variants", "plain")
+    answers = [OK | traced, OK | {"trace_note": "an error"}]
+    _, rows = command(lambda rows: answers, "--hosts", "transformers", "--variants", "plain", "ours")
     assert rows[0]["by_gap"] == traced["by_gap"]
-    printed = [line.strip() for line in capsys.readouterr().out.splitlines()[-4:]]
+    *printed, _, failed = [line.strip() for line in capsys.readouterr().out.splitlines()[-6:]]
+    assert failed == "no trace: an error"
     assert printed == [
         "1.000 ms    2.0 x  gemm",
         "1.000 ms    2.0 x  all",

@@ -46,13 +46,19 @@ def test_stored_logits_of_all_classes(case: Case, monkeypatch: pytest.MonkeyPatc
         """A call in one tile would not be stored."""
         return replace(tiles(**options), rows=-(-max(options["tokens"], 1) // 3))
 
-    tiles, chosen, gpu = plan.choose_chunked, plan._stored_chunks, DeviceInfo("cuda", 90, 132, "h200")
+    def of_gpu(key: Any) -> Any:
+        planned.append(key)
+        return chosen(key._replace(device=DeviceInfo("cuda", 90, 132, "h200")))
+
+    planned: list[Any] = []
+    tiles, chosen = plan.choose_chunked, plan._stored_chunks
     monkeypatch.setattr(plan, "choose_chunked", in_tiles)
     monkeypatch.setattr(plan, "choose_stored", in_three_chunks)
-    monkeypatch.setattr(plan, "_stored_chunks", lambda key: chosen(key._replace(device=gpu)))
+    monkeypatch.setattr(plan, "_stored_chunks", of_gpu)
     plan.make_plan.cache_clear()
     try:
         check("jax-chunked", case)
+        assert planned
     finally:
         plan.make_plan.cache_clear()
 

@@ -83,6 +83,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("path", PAGES[:-1], ids=lambda path: path.name)
+def test_lines_have_at_most_120_characters(path: Path) -> None:
+    """But for tables, code, and the formulas of MATH.md, the last of PAGES."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    "))] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_relative_links_lead_somewhere(path: Path) -> None:
     for link, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
