@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.methods import describe
 
 CALLS = 5  # traced back to back
-KERNELS, GAPS = 60, 12  # that a row keeps
+GAPS = 12  # the longest, which a row keeps
 COPIES = ("gpu_memcpy", "gpu_memset")  # categories of PyTorch's trace besides "kernel"
 
 
@@ -89,7 +89,7 @@ def by_gap(work: Sequence[Work], calls: int) -> list[dict[str, Any]]:
 
 
 def of_row(trace: Callable[[], list[Work]]) -> dict[str, Any]:
-    """Returns what a row records of a trace of CALLS calls: the first of `by_kernel` and `by_gap`, and "device_ms" and
+    """Returns what a row records of a trace of CALLS calls: `by_kernel`, the first of `by_gap`, and "device_ms" and
     "gap_ms" of `summary`; or "trace_note" if the profiler fails, because the times of the row are there already."""
     try:
         work = trace()
@@ -97,7 +97,7 @@ def of_row(trace: Callable[[], list[Work]]) -> dict[str, Any]:
         return {"trace_note": describe(error)}
     figures = summary(work, CALLS)
     kept = {key: figures[key] for key in ("device_ms", "gap_ms")}
-    return {"by_kernel": by_kernel(work, CALLS)[:KERNELS], "by_gap": by_gap(work, CALLS)[:GAPS], **kept}
+    return {"by_kernel": by_kernel(work, CALLS), "by_gap": by_gap(work, CALLS)[:GAPS], **kept}
 
 
 class _Gap(NamedTuple):
