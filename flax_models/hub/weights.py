@@ -13,6 +13,7 @@ config before anything is allocated, and a tensor with NaN or inf is an error.
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -400,9 +401,12 @@ def save(
 
 
 def check_new_folder(folder: Path) -> None:
-    """Raises RunError unless a folder does not exist or is empty, so that a model can be saved to it."""
+    """Raises RunError unless a folder is empty or can be created, so that a model can be saved to it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} already exists and is not an empty folder; choose another")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise RunError(f"cannot write {folder}: {existing} is not a folder to which you may write")
 
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:
