@@ -564,12 +564,15 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
         ignore_index: the only value outside [0, vocab_size) that is allowed.
 
     Raises:
+        TypeError: target is not a tensor.
         ValueError: names how many there are, and the first positions with their values.
 
     Example:
         >>> import torch, core_triton
         >>> core_triton.check_targets(torch.tensor([1, -100]), vocab_size=10)
     """
+    if not isinstance(target, Tensor):
+        raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
     bad = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     positions = bad.nonzero()
     if len(positions):
