@@ -91,6 +91,17 @@ def test_lines_have_at_most_120_characters(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_blocks_of_code_name_their_language(path: Path) -> None:
+    """Then they are highlighted. Blocks that are only indented have no language."""
+    text = path.read_text(encoding="utf-8")
+    fences = re.findall(r"^ *```(.*)$", text, re.MULTILINE)
+    assert all(fences[::2]), "a fence without a language"
+    assert not any(fences[1::2])
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"(?<=\n\n) {4}(?! *(?:[-*]|\d+\.) ).*", text)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_relative_links_lead_somewhere(path: Path) -> None:
     for link, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
         if "://" in link:
