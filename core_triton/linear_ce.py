@@ -148,8 +148,8 @@ def linear_cross_entropy(
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, splits it into the sum of two bfloat16 matrices, which hold 16 bits of each weight. The logits and
             d_input take two matmuls each, so a call takes five instead of three, or seven if the logits are computed
-            twice (reduction "none", log-probabilities). The relative error of a weight is at most 2**-17, in place of
-            2**-8. d_weight is float32 in both cases.
+            twice (reduction "none", log-probabilities). The relative error of a weight is at most `2**-17`, in place
+            of `2**-8`. d_weight is float32 in both cases.
         batch_invariant: whether the loss, lse and d_input of a token must be bit-for-bit independent of the other
             tokens of the call (their number, order, values and range of logits) and of memory_budget. The order of sums
             is then fixed, which takes longer if d_input has few tiles (`explain` shows this). With "mean" it holds for
