@@ -111,6 +111,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def in_cell(cell: re.Match[str]) -> str:
     """Returns a cell of a table without line breaks in dates, and between numbers and what belongs to them."""
     text = re.sub(r"(?<=\d) / (?=[\d-])", "&nbsp;/&nbsp;", cell[0])
+    text = re.sub(r"(?<=\d) x (?=\d)", "&nbsp;x&nbsp;", text)
     text = re.sub(r"(?<=\d) (?=(?:ms|MiB|GiB|x)\b)", "&nbsp;", text)
     return DATE.sub(lambda date: f'<span class="date">{date[0]}</span>', text)
 

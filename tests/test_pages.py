@@ -146,6 +146,22 @@ def test_pages_say_to_pass_the_softcap_and_the_scale_of_a_models_logits() -> Non
         assert set(rows.values()) <= set(inspect.signature(function).parameters)
 
 
+def test_options_lists_every_argument_of_the_losses() -> None:
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", text, re.MULTILINE))
+    elsewhere = {"token_loss", "per_token", "stats"}  # in the table of functions
+    packages = {"PyTorch": importlib.import_module("core_triton"), "JAX": importlib.import_module("jax_pallas")}
+    names = {"linear_cross_entropy", "linear_log_probs", "linear_token_loss", "linear_token_loss_with_stats"}
+    taken = {
+        framework: {name for one in names for name in inspect.signature(getattr(package, one)).parameters}
+        for framework, package in packages.items()
+    }
+    assert set.union(*taken.values()) - elsewhere <= set(rows)
+    for framework, other in (("PyTorch", "JAX"), ("JAX", "PyTorch")):
+        only = {name for name, row in rows.items() if row.startswith(f"{framework} only")}
+        assert only == taken[framework] - taken[other]
+
+
 def test_pages_examples_and_flax_models_import_the_losses_from_the_package() -> None:
     options = " ".join((ROOT / "docs" / "options.md").read_text(encoding="utf-8").split())
     assert "Use `import core_triton` or `import jax_pallas`. Their submodules are not public," in options
