@@ -322,6 +322,13 @@ def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
         save_adapter(model, tmp_path / "a")
 
 
+def test_adapters_need_the_weights_that_they_were_trained_on(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--adapter", str(tmp_path)])
+    message = f"--adapter requires the --weights that it was trained on, got only {tmp_path}"
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_a_folder_that_cannot_be_written_raises_before_training(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     check_new_folder(tmp_path / "new" / "one")
