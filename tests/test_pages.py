@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch_host_stand_ins
 import trl_stand_ins
 from jax_host_stand_ins import jax_hosts
@@ -144,6 +146,30 @@ def test_pages_say_to_pass_the_softcap_and_the_scale_of_a_models_logits() -> Non
     for package in ("core_triton", "jax_pallas"):
         function = importlib.import_module(package).linear_cross_entropy
         assert set(rows.values()) <= set(inspect.signature(function).parameters)
+
+
+def test_calls_in_place_of_other_losses_have_their_value() -> None:
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8").split("## In place of another loss")[1]
+    calls = dict(re.findall(r"^\| `(.*?)`.*? \| `(linear_cross_entropy\(.*?\))`", text, re.MULTILINE))
+    arrays = [torch.randn(*shape) for shape in ((2, 5, 8), (30, 8), (30,))]
+    names: dict[str, Any] = {**dict(zip("xwb", arrays, strict=True)), "y": torch.randint(30, (2, 5))}
+    names |= {
+        "F": torch.nn.functional,
+        "linear_cross_entropy": importlib.import_module("core_triton").linear_cross_entropy,
+    }
+    found = 0
+    for theirs, ours in calls.items():
+        if theirs.startswith("F.") and hasattr(torch.nn.functional, theirs[2:].split("(")[0]):
+            torch.testing.assert_close(eval(ours, names), eval(theirs, names))
+            found += 1
+    assert found
+    names |= {name: value.numpy() for name, value in names.items() if isinstance(value, torch.Tensor)}
+    names["linear_cross_entropy"] = importlib.import_module("jax_pallas").linear_cross_entropy
+    names |= {"optax": importlib.import_module("optax"), "kernel": names["w"].T}
+    both = [(theirs, ours) for theirs, ours in calls.items() if theirs.startswith("optax.")]
+    assert len(both) == 2
+    for theirs, ours in both:
+        assert float(eval(ours, names)) == pytest.approx(float(eval(theirs, names)), rel=1e-5)
 
 
 def test_options_lists_every_argument_of_the_losses() -> None:
