@@ -13,7 +13,6 @@ config before anything is allocated, and a tensor with NaN or inf is an error.
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -28,6 +27,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from flax_models.data.atomic_file import check_writable
 from flax_models.errors import RunError
 from flax_models.hub.config import RUN_FIELDS, read_config, read_object, values_of
 from flax_models.hub.fields import NEUTRAL
@@ -404,9 +404,7 @@ def check_new_folder(folder: Path) -> None:
     """Raises RunError unless a folder is empty or can be created, so that a model can be saved to it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} already exists and is not an empty folder; choose another")
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise RunError(f"cannot write {folder}: {existing} is not a folder to which you may write")
+    check_writable(folder)
 
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:
