@@ -1,19 +1,10 @@
-"""Atomic replacement of files, and where files can be written."""
+"""Atomic replacement of files."""
 
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from flax_models.errors import RunError
-
-
-def check_writable(folder: Path) -> None:
-    """Raises RunError unless files can be written to a folder, which is created later if it does not exist."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise RunError(f"cannot write {folder}: {existing} is not a folder to which you may write")
 
 
 def part_path(path: Path) -> Path:

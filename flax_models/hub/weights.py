@@ -27,8 +27,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from flax_models.data.atomic_file import check_writable
-from flax_models.errors import RunError
+from flax_models.errors import RunError, check_writable
 from flax_models.hub.config import RUN_FIELDS, read_config, read_object, values_of
 from flax_models.hub.fields import NEUTRAL
 from flax_models.model.config import ModelConfig

@@ -31,8 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from flax_models.data.atomic_file import atomic_file, check_writable, part_path
-from flax_models.errors import RunError
+from flax_models.data.atomic_file import atomic_file, part_path
+from flax_models.errors import RunError, check_writable
 from flax_models.train.checkpoint import steps_in, unused_path
 from flax_models.train.config import RunConfig, TrainConfig, from_json, to_json
 from flax_models.train.metrics import read_rows
