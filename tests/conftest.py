@@ -90,7 +90,7 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     # PyTorch's tests do not need JAX
     from compiling import no_interpreter_before_jax_0_11_2, quick_callbacks, quick_compilation
-    from triton_launch_in_numpy import kernels_in_numpy
+    from kernels_in_numpy import kernels_in_numpy
 
     compilation = nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation()
     in_numpy = nullcontext() if name.endswith(LOWERED) else kernels_in_numpy()

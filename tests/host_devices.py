@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import pytest
-from triton_launch_in_numpy import kernels_in_numpy
+from kernels_in_numpy import kernels_in_numpy
 
 DEVICES = 4
 

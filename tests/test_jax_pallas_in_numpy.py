@@ -1,4 +1,4 @@
-"""Compares what kernels of Pallas' Triton backend compute in NumPy (`triton_launch_in_numpy.py`), as most tests run
+"""Compares what kernels of Pallas' Triton backend compute in NumPy (`kernels_in_numpy.py`), as most tests run
 them, with Pallas' interpreter."""
 
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import kernels_in_numpy
 import numpy as np
 import pytest
-import triton_launch_in_numpy
 from jax_problem import problem
 
 from jax_pallas.linear_ce import linear_cross_entropy
@@ -26,7 +26,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def recorded(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Returns the launches of a call with their operands and results."""
-    found, function_of = list[tuple[Any, ...]](), triton_launch_in_numpy.function_of
+    found, function_of = list[tuple[Any, ...]](), kernels_in_numpy.function_of
 
     def recording(launch: Any, types: Any) -> Callable[..., Any]:
         run = function_of(launch, types)
@@ -39,7 +39,7 @@ def recorded(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[t
 
         return of_arrays
 
-    monkeypatch.setattr(triton_launch_in_numpy, "function_of", recording)
+    monkeypatch.setattr(kernels_in_numpy, "function_of", recording)
     jax.block_until_ready(jax.jit(call)())
     return found
 

@@ -1,23 +1,29 @@
-"""Runs kernels of Pallas' Triton backend in NumPy, so that XLA compiles no program for each of them.
+"""Runs interpreted kernels in NumPy, so that XLA compiles no programs for them.
 
-For a CPU, Pallas lowers a kernel to operations of XLA. That and their compilation take 0.2 to 1 s for each kernel and
-shape, and running them takes milliseconds. Here a kernel is traced by Pallas as usual, its operations become the lines
-of a Python function, and the compiled program calls that function, once for each program of the grid.
+For a CPU, Pallas lowers a kernel of its Triton backend to operations of XLA. Its interpreter of Mosaic kernels makes
+several programs of a kernel, which call the interpreter for each access to memory. To lower and compile all that takes
+0.2 to 2 s for each kernel and shape, and running it takes milliseconds. Here Pallas traces a kernel as usual, the
+traced operations become the lines of a Python function, and the compiled program calls that function.
 
-What is checked besides: every index is inside its array, unless it is masked out. New arrays are NaN, or the smallest
-integer, like those of Pallas' interpreter. test_jax_pallas_kernels.py compares the two.
+In kernels of the Triton backend, every index must be inside its array, unless it is masked out. New arrays are NaN, or
+the smallest integer, like those of Pallas' interpreter. test_jax_pallas_in_numpy.py compares the results.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import callback as callbacks
+from jax._src.pallas.mosaic.interpret import thread_map
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as mosaic
 from jax.interpreters import mlir
 
 from jax_pallas import triton_launch
@@ -108,6 +114,21 @@ def inside_of_mask(ref: np.ndarray, index: Sequence[Any], mask: np.ndarray) -> t
     return inside(ref, [np.broadcast_to(one, mask.shape)[mask] for one in index])
 
 
+def dynamic_slice(array: np.ndarray, sizes: tuple[int, ...], *starts: Any) -> np.ndarray:
+    places = (
+        min(max(int(start), 0), whole - size) for start, size, whole in zip(starts, sizes, array.shape, strict=True)
+    )
+    return array[tuple(slice(place, place + size) for place, size in zip(places, sizes, strict=True))]
+
+
+def call_back(function: Callable[..., Any], types: Sequence[Any], *arguments: Any) -> list[Any]:
+    """Calls the interpreter of Mosaic kernels, which keeps and changes arrays that it gets and returns."""
+    converted = (np.array(argument) if np.ndim(argument) else argument.item() for argument in arguments)
+    results = [np.array(one, of.dtype) for one, of in zip(function(*converted), types, strict=True)]
+    assert all(one.shape == of.shape for one, of in zip(results, types, strict=True))
+    return [one[()] for one in results]
+
+
 def raise_to(ref: np.ndarray, index: Sequence[Any], mask: Any, values: Any) -> None:
     assert mask is None, "a masked atomic operation"
     np.maximum.at(ref, inside(ref, index), values)
@@ -134,6 +155,7 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "sqrt": np.sqrt,
     "square": np.square,
     "tanh": np.tanh,
+    "copy": lambda value: value,
 }
 BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add,
@@ -191,13 +213,15 @@ class Lines:
             return self.constant(np.asarray(atom.val).astype(atom.aval.dtype)[()])
         return self.names[atom]
 
-    def body(self, jaxpr: Any, arguments: Sequence[str], indent: int) -> list[str]:
+    def body(
+        self, jaxpr: Any, arguments: Sequence[str], indent: int, constants: Sequence[str] | None = None
+    ) -> list[str]:
         """Adds the lines of a jaxpr whose arguments have these names, and returns the names of its results."""
-        constants = getattr(jaxpr, "consts", ())
+        if constants is None:
+            constants = [self.constant(np.asarray(value)[()]) for value in getattr(jaxpr, "consts", ())]
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         outside, self.names = self.names, dict(zip(jaxpr.invars, arguments, strict=True))
-        for variable, value in zip(jaxpr.constvars, constants, strict=True):
-            self.names[variable] = self.constant(np.asarray(value)[()])
+        self.names |= zip(jaxpr.constvars, constants, strict=True)
         for equation in jaxpr.eqns:
             self.equation(equation, indent)
         results = [self.name(one) for one in jaxpr.outvars]
@@ -218,6 +242,14 @@ class Lines:
             self.branches(equation, given, parameters, indent)
         elif kind in ("jit", "pjit"):
             self.assign(equation, self.body(parameters["jaxpr"], given, indent), indent)
+        elif kind == "optimization_barrier":
+            self.assign(equation, given, indent)
+        elif kind == "io_callback":
+            results = [self.new() for _ in equation.outvars]
+            function, types = self.constant(parameters["callback"]), self.constant(parameters["result_avals"])
+            left = f"[{', '.join(results)}] = " if results else ""
+            self.add(indent, f"{left}call_back({', '.join([function, types, *given])})")
+            self.assign(equation, results, indent)
         elif kind in ("get", "swap", "masked_load", "masked_swap", "atomic_rmw"):
             self.access(equation, given, parameters, indent)
         else:
@@ -237,7 +269,8 @@ class Lines:
         if kind == "convert_element_type":
             return f"convert({given[0]}, {self.constant(np.dtype(result.dtype))})"
         if kind == "bitcast_convert_type":
-            return f"asarray({given[0]}).view({self.constant(np.dtype(result.dtype))})[()]"
+            dtype = self.constant(np.dtype(result.dtype))
+            return f"ascontiguousarray({given[0]}).view({dtype}).reshape({result.shape})[()]"
         if kind == "broadcast_in_dim":
             return f"broadcast_in_dim({given[0]}, {result.shape}, {tuple(parameters['broadcast_dimensions'])})"
         if kind == "broadcast_to":
@@ -248,6 +281,17 @@ class Lines:
             return f"{given[0]}.transpose({tuple(parameters['permutation'])})"
         if kind == "integer_pow":
             return f"{given[0]} ** {parameters['y']}"
+        if kind == "clamp":
+            return f"minimum(maximum({given[1]}, {given[0]}), {given[2]})"
+        if kind == "dynamic_slice":
+            return f"dynamic_slice({given[0]}, {tuple(parameters['slice_sizes'])}, {', '.join(given[1:])})"
+        if kind == "slice":
+            bounds = zip(parameters["start_indices"], parameters["limit_indices"], strict=True)
+            steps = parameters["strides"] or (1,) * len(parameters["start_indices"])
+            index = ", ".join(f"{a}:{b}:{step}" for (a, b), step in zip(bounds, steps, strict=True))
+            return f"{given[0]}[{index}]"
+        if kind == "concatenate":
+            return f"concatenate([{', '.join(given)}], {parameters['dimension']})"
         if kind == "iota":
             return f"iota({result.shape}, {parameters['dimension']}, {self.constant(np.dtype(result.dtype))})"
         if kind == "program_id":
@@ -332,8 +376,23 @@ class Lines:
         self.assign(equation, results, indent)
 
 
-NAMES = {"asarray": np.asarray, "broadcast_to": np.broadcast_to}
-NAMES |= {one.__name__: one for one in (select, convert, broadcast_in_dim, iota, dot, load, store, raise_to)}
+NUMPY = (np.asarray, np.ascontiguousarray, np.broadcast_to, np.concatenate, np.minimum, np.maximum)
+OWN = (select, convert, broadcast_in_dim, iota, dot, dynamic_slice, load, store, raise_to, call_back)
+NAMES = {one.__name__: one for one in (*NUMPY, *OWN)}
+
+
+def function_of_jaxpr(jaxpr: Any, constants: int, grid: tuple[int, ...] = ()) -> Callable[..., list[Any]]:
+    """Returns a function of the ids of a program, of the values of a jaxpr's first `constants` constants, and of its
+    arguments: NumPy's arrays and numbers."""
+    lines = Lines(grid)
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    names = [f"r{number}" for number in range(constants + len(inner.invars))]
+    lines.add(0, f"def run({', '.join(['program', *names])}):")
+    results = lines.body(jaxpr, names[constants:], 1, names[:constants] or None)
+    lines.add(1, f"return [{', '.join(results)}]")
+    found: dict[str, Any] = {**NAMES, **lines.constants}
+    exec(compile("\n".join(lines.lines), "kernel", "exec"), found)
+    return found["run"]
 
 
 @cache
@@ -342,13 +401,7 @@ def function_of(launch: Launch, types: tuple[tuple[tuple[int, ...], Any], ...]) 
     operands = [jax.ShapeDtypeStruct(*one) for one in types]
     traced = jax.make_jaxpr(partial(launch, interpret=True))(*operands)
     (call,) = [one for one in traced.eqns if one.primitive.name == "pallas_call"]
-    kernel, lines = call.params["jaxpr"], Lines(launch.grid)
-    names = [f"r{number}" for number in range(len(kernel.invars))]
-    lines.add(0, f"def run(program, {', '.join(names)}):")
-    lines.body(kernel, names, 1)
-    lines.add(1, "return")
-    found = {**NAMES, **lines.constants}
-    exec(compile("\n".join(lines.lines), launch.kernel.__name__, "exec"), found)
+    kernel = function_of_jaxpr(call.params["jaxpr"], 0, launch.grid)
     results = [(one.shape, np.dtype(one.dtype)) for one in jax.tree.leaves(launch.results)]
     of_result = {result: operand for operand, result in launch.aliases}
     program_ids = [np.array(one, np.int32) for one in product(*map(range, launch.grid))]
@@ -364,7 +417,7 @@ def function_of(launch: Launch, types: tuple[tuple[tuple[int, ...], Any], ...]) 
             made.append(one)
         with np.errstate(all="ignore"):
             for program in program_ids:
-                found["run"](program, *given, *made)
+                kernel(program, *given, *made)
         return made
 
     return run
@@ -385,13 +438,47 @@ def _lower(context: Any, *leaves: Any, launch: Launch) -> Any:
     )[0]  # fmt: skip
 
 
+of_thread = lru_cache(maxsize=64)(function_of_jaxpr)
+interpret_mosaic, one_at_a_time = mosaic.interpret_pallas_call, threading.Lock()
+
+
+def _run_thread(jaxpr: Any, constants: Sequence[Any], *arguments: Any) -> None:
+    """Runs a thread of a Mosaic kernel."""
+    values = (np.asarray(one)[()] for one in (*constants, *arguments))
+    try:
+        with np.errstate(all="ignore"):
+            of_thread(jaxpr, len(constants))(None, *values)
+    except Exception as error:
+        gpu_callbacks.fail(error, thread_map.NESTED_TOKEN_VALUE)  # the other threads would wait for this one
+        raise
+
+
+def _interpret_mosaic(*operands: Any, **options: Any) -> Any:
+    """Interprets a Mosaic kernel. On several devices, which wait for each other, XLA runs the interpreter."""
+    if jaxpr_interpret.DeviceInfo().num_devices > 1:
+        return interpret_mosaic(*operands, **options)
+    given = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in operands]
+    jaxpr, shapes = jax.make_jaxpr(partial(interpret_mosaic, **options), return_shape=True)(*given)
+    function = function_of_jaxpr(jaxpr, 0)
+
+    def run(*arrays: Any) -> list[Any]:
+        with one_at_a_time, np.errstate(all="ignore"):
+            return function(None, *(np.asarray(one)[()] for one in arrays))
+
+    return callbacks.io_callback(run, shapes, *operands)
+
+
 @contextmanager
 def kernels_in_numpy() -> Iterator[None]:
-    """Lowers kernels for a CPU to calls of NumPy. Pallas' interpreter runs them in programs of several platforms, and
-    where XLA divides a program among devices."""
+    """Runs kernels on a CPU in NumPy. Pallas' interpreter runs them in programs of several platforms, and where XLA
+    divides a program among devices."""
     mlir.register_lowering(triton_launch._launch_p, _lower, platform="cpu")
     try:
-        yield
+        with (
+            mock.patch.object(thread_map, "_run_jaxpr", _run_thread),
+            mock.patch.object(mosaic, "interpret_pallas_call", _interpret_mosaic),
+        ):
+            yield
     finally:
         interpreted = partial(triton_launch._lower, interpret=True)
         mlir.register_lowering(triton_launch._launch_p, interpreted, platform="cpu")
