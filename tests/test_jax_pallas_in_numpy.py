@@ -1,5 +1,4 @@
-"""Compares what kernels of Pallas' Triton backend compute in NumPy (`kernels_in_numpy.py`), as most tests run
-them, with Pallas' interpreter."""
+"""Compares what kernels compute in NumPy (`kernels_in_numpy.py`), as most tests run them, with Pallas' interpreters."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,10 +10,12 @@ import kernels_in_numpy
 import numpy as np
 import pytest
 from jax_problem import problem
+from test_jax_pallas_hopper_gradients import Sizes, add_d_weight, use_programs
 
 from jax_pallas.linear_ce import linear_cross_entropy
 
 SLOW = pytest.mark.slow
+RUN_JAXPR = kernels_in_numpy.thread_map._run_jaxpr  # before the fixture of the module replaces it
 CALLS: dict[str, dict[str, Any]] = {
     "exponentials": {"dtype": "bfloat16", "reduction": "none", "z_loss_weight": 0.01},
     "shifted": {"dtype": "float16", "label_smoothing": 0.1, "std": 20.0},
@@ -44,9 +45,7 @@ def recorded(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[t
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW if number else ()) for number, name in enumerate(CALLS)]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "float32" else SLOW) for name in CALLS])
 def test_results_are_those_of_the_interpreter_of_pallas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = dict(CALLS[name])
     std, axis = options.pop("std", 1.0), options.get("vocab_axis", 0)
@@ -72,3 +71,25 @@ def test_results_are_those_of_the_interpreter_of_pallas(name: str, monkeypatch: 
             tolerance = max(tolerance, 1e-3 if std > 1 else 0.0)  # a logit of 100 is rounded to a multiple of 2**-17
             found, one = (array.astype(np.float32) for array in (found, one))
             np.testing.assert_allclose(found, one, rtol=tolerance, atol=1e-6, err_msg=launch.kernel.__name__)
+
+
+@SLOW
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_mosaic_kernels_have_the_results_of_their_compiled_interpreter(
+    vocab_axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_programs(monkeypatch, 2)
+    sizes = Sizes(150, 170, 3, 192, 512, 576, vocab_axis)
+    old = sizes.head(sizes.bfloat16(sizes.vocab, sizes.hidden, seed=2))
+    e, x = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden)
+
+    def d_weight() -> np.ndarray:
+        jax.clear_caches()
+        options: dict[str, Any] = {"vocab": sizes.vocab, "classes": sizes.classes, "vocab_axis": vocab_axis}
+        found = add_d_weight(e, x, jnp.int32(sizes.start), in_l2=0, old=old, interpret=True, **options)
+        return np.asarray(found, np.float32)
+
+    found = d_weight()
+    monkeypatch.setattr(kernels_in_numpy.thread_map, "_run_jaxpr", RUN_JAXPR)
+    monkeypatch.setattr(kernels_in_numpy.mosaic, "interpret_pallas_call", kernels_in_numpy.interpret_mosaic)
+    np.testing.assert_allclose(found, d_weight(), rtol=2**-7, atol=1e-5)
