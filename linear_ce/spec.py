@@ -45,7 +45,7 @@ def check_not_negative(name: str, value: Any) -> float:
     return number
 
 
-def _integer(name: str, value: Any) -> int:
+def check_integer(name: str, value: Any) -> int:
     """Returns `value` as an int; names the argument otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a Python int, got {type(value).__name__}")
@@ -98,13 +98,13 @@ class LossSpec:
         softcap = None if self.softcap is None else check_number("softcap", self.softcap)
         if softcap is not None and softcap <= 0.0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
-        vocab_size = None if self.vocab_size is None else _integer("vocab_size", self.vocab_size)
+        vocab_size = None if self.vocab_size is None else check_integer("vocab_size", self.vocab_size)
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
         head_precision = "input" if self.head_precision is None else self.head_precision
         head_precision = check_choice("head_precision", head_precision, HEAD_PRECISIONS)
         # Plain Python values, so that equal calls hash and compare equal for all number types.
-        object.__setattr__(self, "ignore_index", _integer("ignore_index", self.ignore_index))
+        object.__setattr__(self, "ignore_index", check_integer("ignore_index", self.ignore_index))
         object.__setattr__(self, "label_smoothing", smoothing)
         object.__setattr__(self, "z_loss_weight", z_loss_weight)
         object.__setattr__(self, "softcap", softcap)
@@ -233,7 +233,7 @@ def check_memory_budget(memory_budget: int | None) -> int:
     """Returns the budget in bytes, 512 MiB for None; raises TypeError or ValueError if it is not a positive int."""
     if memory_budget is None:
         return DEFAULT_MEMORY_BUDGET
-    budget = _integer("memory_budget", memory_budget)
+    budget = check_integer("memory_budget", memory_budget)
     if budget < 1:
         raise ValueError(f"memory_budget must be positive (bytes), got {budget}")
     return budget
@@ -249,7 +249,7 @@ def check_saved_budget(
 ) -> int:
     """Returns the bytes that may be kept for the backward pass; raises TypeError or ValueError if it is not an int of 0
     or more, or not 0 where the reduction or another option allows no saved rows. `grad_into` is whether it is given."""
-    budget = _integer("saved_budget", saved_budget)
+    budget = check_integer("saved_budget", saved_budget)
     if budget < 0:
         raise ValueError(f"saved_budget must not be negative (bytes), got {budget}")
     if budget and grad_into:
