@@ -9,7 +9,8 @@ from typing import Any
 
 from linear_ce.chunking import LEAST_FLOAT32_ROWS, ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
-GEMM_WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes for a GEMM, at most
+# Bytes that cuBLAS takes for a GEMM, at most. The programs of `float32_matmuls.py` that share a tile take less.
+GEMM_WORKSPACE = 32 * 2**20
 
 # Rows whose three float32 matmuls take about as long as reading and writing d_weight once more does. Independent of D
 # and V. By the arithmetic and the bandwidth of an H100 and an H200.
@@ -113,7 +114,7 @@ def choose_chunked(
 def choose_stored(
     *, tokens: int, hidden: int, classes: int, stores: bool, d_input: bool, budget: int
 ) -> ChunkConfig | None:
-    """Returns the chunks of a float32 call on a GPU, whose logits XLA stores for all classes; None if the budget holds
+    """Returns the chunks of a float32 call on a GPU, whose logits are stored for all classes; None if the budget holds
     fewer than LEAST_FLOAT32_ROWS rows.
 
     XLA then reads the head where it is and adds to d_weight where it is. With vocabulary chunks it copies a chunk of

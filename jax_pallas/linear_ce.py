@@ -18,7 +18,8 @@ calls with grad_into the backward pass adds to it.
 The files of a call, in order: this one, `arguments.py`, `ops.py` (`token_ops.py` for a token loss; with a saved_budget
 `saved_ops.py` before it), `plan.py`, then `scaled_exp.py` (with `float16.py` for float16; or `chunked.py` with
 `recompute.py`, or with `stored_logits.py` for float32 on a GPU), then the file of a kernel with its launcher:
-`hopper_logits.py`, `hopper_gradients.py`, `kernels.py`, `row_kernels.py`, `saved_kernels.py` or `target_grad.py`.
+`hopper_logits.py`, `hopper_gradients.py`, `kernels.py`, `row_kernels.py`, `saved_kernels.py`, `target_grad.py` or
+`float32_matmuls.py`.
 """
 
 import math
@@ -33,13 +34,13 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_pallas import elementwise, ops, row_math, saved_ops, token_ops
-from jax_pallas.arguments import Call, check_per_token, prepare
+from jax_pallas.arguments import Call, check_are_arrays, check_per_token, prepare
 from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
 from jax_pallas.options import TokenOptions
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_integer_dtype
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -121,9 +122,12 @@ def linear_cross_entropy(
       one chunk.
     - `jax.lax.scan` over micro-batches: differentiate within its body, or under `jax.checkpoint`. Otherwise the head's
       gradient of each micro-batch is saved.
-    - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A
-      symbolic number of tokens runs "chunked", in chunks of at most 1024 rows. Then memory_budget does not include
-      64 bytes for each token.
+    - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing, but
+      for float32 inputs on Hopper. A symbolic number of tokens runs "chunked", in chunks of at most 1024 rows. Then
+      memory_budget does not include 64 bytes for each token.
+    - float32 inputs on Hopper: a kernel computes the matmuls on tensor cores, with the precision of float32
+      (`float32_matmuls.py`), if there are several chunks and no padding in the head. XLA computes them if
+      `jax.default_matmul_precision` is set.
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
@@ -161,8 +165,9 @@ def linear_cross_entropy(
             element of the batch. The implementation is chosen where the call is traced: a program that is lowered for a
             platform with another one raises an error, unless it is named.
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
-            later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
-            the call is lowered for (`explain` returns which). A named implementation never falls back to another.
+            later; on a CPU in Pallas' interpreter) or "chunked" (any device, with XLA's operators, but for float32
+            matmuls on Hopper); None for the best on each platform that the call is lowered for (`explain` returns
+            which). A named implementation never falls back to another.
         grad_into: linear_weight's shape, float32. The gradient of linear_weight is added to it, in float32, and
             linear_weight gets no gradient from the call. So gradients of several micro-batches and of a tied embedding
             take no second array of that size and round once. Carry it through `jax.lax.scan` and donate it to `jax.jit`
@@ -613,7 +618,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         ignore_index: the only value outside [0, vocab_size) that is allowed.
 
     Raises:
-        TypeError: target is traced, and so has no values yet.
+        TypeError: target is traced, and so has no values yet, or is not an array of integers.
         ValueError: names how many there are, and the first positions with their values.
 
     Example:
@@ -623,6 +628,8 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
     """
     if isinstance(target, jax.core.Tracer):
         raise TypeError("target must be a concrete array, got a tracer: call check_targets outside jit, grad and vmap")
+    check_are_arrays({"target": target})
+    check_integer_dtype("target", str(target.dtype))
     values = np.asarray(target)
     bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = np.argwhere(bad)

@@ -79,8 +79,9 @@ class ExecutionPlan:
     Args:
         implementation: "mosaic", "pallas_triton" or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
-            logits for the gradients: 4 matmuls. "stored_logits" and "chunked" use XLA operators only. The first is for
-            float32 on a GPU: the logits of a chunk are one matmul, and stay in memory until its gradients are done.
+            logits for the gradients: 4 matmuls. "stored_logits" and "chunked" use XLA operators, and the first a kernel
+            for its matmuls if there are `float32_programs`. It is for float32 on a GPU: the logits of a chunk are one
+            matmul, and stay in memory until its gradients are done.
         chunks: the rows of a chunk, and what depends on them.
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         tokens: N.
@@ -102,6 +103,8 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
+        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, a wave; 0: XLA multiplies float32
+            operands, as it does if `jax.default_matmul_precision` is set.
         why_chunked: why a call with a shard of the vocabulary runs "chunked" and not the kernels, a sentence.
     """
 
@@ -123,6 +126,7 @@ class ExecutionPlan:
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
+    float32_programs: int = 0
     why_chunked: str | None = None
 
     def check_named(self, implementation: str | None) -> None:
@@ -143,7 +147,7 @@ class ExecutionPlan:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels of this package run, or XLA operators only."""
+        """Whether kernels of this package run, or XLA operators and at most a kernel of float32 matmuls."""
         return self.path in ("scaled_exp", "recompute")
 
     @property
@@ -160,7 +164,12 @@ class ExecutionPlan:
         family = None
         if self.has_kernels:
             family = "Hopper's, in Mosaic" if self.hopper else "Pallas' Triton backend's"
-        ours = {"logits": self.has_kernels, "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
+        float32 = self.float32_programs > 0
+        ours = {
+            "logits": float32 or self.has_kernels,
+            "d_input": float32 or self.d_input_kernel,
+            "d_weight": float32 or self.d_weight_kernel,
+        }
         return describe_plan(
             path=self.path,
             kernels=family,
@@ -497,14 +506,14 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
     )
     # A call in one tile has no loops, so XLA can divide it among devices (`problem.is_one_chunk`).
     one_tile = chunks.rows >= tokens and chunks.vocab_chunk >= key.classes
-    stored = None if one_tile else _stored_chunks(key)
+    stored = None if one_tile else _stored_plan(key)
     if stored is not None:
-        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, **_of_call(key))
+        return stored
     return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
 
 
-def _stored_chunks(key: PlanKey) -> ChunkConfig | None:
-    """Returns the chunks of a float32 call on a GPU whose logits are stored for all classes; None for other calls.
+def _stored_plan(key: PlanKey) -> ExecutionPlan | None:
+    """Returns the plan of a float32 call on a GPU whose logits are stored for all classes; None for other calls.
 
     XLA would copy a head with padding: a matmul takes no part of an array.
     """
@@ -512,7 +521,7 @@ def _stored_chunks(key: PlanKey) -> ChunkConfig | None:
     padded = key.pads_shards or w.shape[key.vocab_axis] != key.classes
     if key.device.type != "cuda" or not x.dtype == w.dtype == "float32" or padded:
         return None
-    return choose_stored(
+    chunks = choose_stored(
         tokens=tokens,
         hidden=hidden,
         classes=key.classes,
@@ -520,6 +529,13 @@ def _stored_chunks(key: PlanKey) -> ChunkConfig | None:
         d_input=key.d_input,
         budget=key.memory_budget,
     )
+    if chunks is None:
+        return None
+    programs = 0
+    if key.device.capability == tile_config.FLOAT32_CAPABILITY:
+        programs = key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors
+    of_call = {"float32_programs": programs, **_of_call(key)}
+    return ExecutionPlan("chunked", "stored_logits", chunks, key.device.gpu, **of_call)
 
 
 def why_unsaved(

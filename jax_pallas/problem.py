@@ -67,6 +67,10 @@ class Problem:
         return self.linear_weight.dtype != self.input.dtype
 
     @property
+    def float32_programs(self) -> int:
+        return 0 if self.plan is None else self.plan.float32_programs
+
+    @property
     def local_classes(self) -> int:
         """How many rows of linear_weight are classes. The other rows are padding. Where devices divide the vocabulary,
         all rows: `classes_of` masks the padding."""
@@ -194,19 +198,34 @@ class SavedRows(NamedTuple):
     unit_scale: Array | None = None
 
 
-def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+def float32_matmul(
+    a: Array, b: Array, contract: tuple[int, int], *, total: Array | None = None, programs: int = 0
+) -> Array:
     """Returns the matmul of a and b, contracted over one axis of each, in float32 with float32 accumulation.
 
-    float32 operands mean float32 matmuls, not TF32, unless `jax.default_matmul_precision` asks for less.
+    float32 operands mean float32 matmuls, not TF32, unless `jax.default_matmul_precision` is set.
+
+    Args:
+        a, b: matrices of one dtype.
+        contract: the axis of each.
+        total: a matrix that the result is added to, or None.
+        programs: of `float32_matmuls.py` that the GPU runs at a time; 0: XLA multiplies float32 operands.
     """
     exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
-    return lax.dot_general(
+    if exact and programs:
+        from jax_pallas import float32_matmuls  # Pallas is imported only for its kernels
+
+        added = float32_matmuls.add_matmul(total, a, b, contract, programs=programs)
+        if added is not None:
+            return added
+    product = lax.dot_general(
         a,
         b,
         (((contract[0],), (contract[1],)), ((), ())),
         precision=lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
+    return product if total is None else total + product
 
 
 def rounded(w: Array, dtype: Any) -> Array:
@@ -228,11 +247,13 @@ def add_d_weight(
 ) -> Array:
     """Returns d_weight with scale * d_logits^T x added to its vocabulary chunk, of d_logits (n, v) and x (n, D); None
     is 1."""
-    axis = problem.vocab_axis
-    update = float32_matmul(d_logits, x, (0, 0)) if axis == 0 else float32_matmul(x, d_logits, (0, 0))
-    if scale is not None:
-        update = update * scale
-    return vocab_chunk.put(d_weight, vocab_chunk.of(d_weight, axis) + update, axis)
+    axis, old = problem.vocab_axis, vocab_chunk.of(d_weight, problem.vocab_axis)
+    a, b = (d_logits, x) if axis == 0 else (x, d_logits)
+    if scale is None:
+        added = float32_matmul(a, b, (0, 0), total=old, programs=problem.float32_programs)
+    else:
+        added = old + float32_matmul(a, b, (0, 0)) * scale
+    return vocab_chunk.put(d_weight, added, axis)
 
 
 class HeadSums(NamedTuple):

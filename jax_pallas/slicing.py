@@ -8,7 +8,7 @@ An axis of symbolic length (`jax.export`) may be shorter than one slice. There t
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,12 @@ class Slice(NamedTuple):
             return values
         return lax.dynamic_update_slice_in_dim(array, values, self.start, axis)
 
+    @overload
+    def put_fresh(self, array: Array, values: Array) -> Array: ...
+
+    @overload
+    def put_fresh(self, array: Array | None, values: Array | None) -> Array | None: ...
+
     def put_fresh(self, array: Array | None, values: Array | None) -> Array | None:
         """Writes rows, except those that an earlier slice has written."""
         if array is None or values is None:
@@ -68,6 +74,8 @@ def over_slices[T](body: Callable[[T, Slice], tuple[T, Any]], carry: T, length: 
     count = -(-length // size)
 
     def step(carry: T, index: Array) -> tuple[T, Any]:
+        if length % size == 0:
+            return body(carry, Slice(index * size, size, None))
         start = jnp.minimum(index * size, length - size)
         return body(carry, Slice(start, size, start + jnp.arange(size) >= index * size))
 

@@ -28,6 +28,13 @@ class TileConfig:
     block_v: int
 
 
+# `float32_matmuls.py`: rows and columns of a tile; the waves of programs that share the inner dimension of tiles, at
+# most; the compute capability of the GPUs where it runs.
+FLOAT32_BLOCK = 128
+FLOAT32_WAVES = 3
+FLOAT32_CAPABILITY = 90
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

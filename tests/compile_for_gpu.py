@@ -1,9 +1,9 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "float32", "float16", "float16_smoothing", "none", "saved",
-"saved_float16", "eval", "token_loss", "token_entropy", "token_stats", "grad_into", "none_into", "log_probs_into" or
-"split_head"), n, d, v, vocab_axis and implementation.
+a JSON list of dicts with the keys mode ("train", "float32", "float32_scaled", "float16", "float16_smoothing", "none",
+"saved", "saved_float16", "eval", "token_loss", "token_entropy", "token_stats", "grad_into", "none_into",
+"log_probs_into" or "split_head"), n, d, v, vocab_axis and implementation.
 """
 
 import json
@@ -34,6 +34,7 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
 
     def loss(x: jax.Array, w: jax.Array, y: jax.Array, reduction: Any = "mean") -> jax.Array:
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+        options["logit_scale"] = 0.5 if mode == "float32_scaled" else 1.0
         smoothing = 0.1 if mode == "float16_smoothing" else 0.0
         return linear_cross_entropy(x, w, y, reduction=reduction, label_smoothing=smoothing, **options)
 
@@ -94,10 +95,10 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
 
     head = (v, d) if vocab_axis == 0 else (d, v)
     donated: tuple[int, ...] = ()
-    dtype = jnp.float32 if mode == "float32" else jnp.float16 if "float16" in mode else jnp.bfloat16
+    dtype = jnp.float32 if mode.startswith("float32") else jnp.float16 if "float16" in mode else jnp.bfloat16
     arguments = [shape((n, d), dtype), shape(head, dtype), shape((n,), jnp.int32)]
     function: Any = loss
-    if mode in ("train", "float16", "float16_smoothing", "float32"):
+    if mode in ("train", "float16", "float16_smoothing", "float32", "float32_scaled"):
         function = jax.value_and_grad(loss, argnums=(0, 1))
     elif mode in ("token_loss", "token_entropy"):
         function, arguments = (

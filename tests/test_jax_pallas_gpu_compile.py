@@ -147,7 +147,7 @@ def check_kernels(kept: Path, *names: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-LIMITS: dict[str, int] = dict.fromkeys(("train", "float32", "none", "eval"), DEFAULT_MEMORY_BUDGET)
+LIMITS: dict[str, int] = dict.fromkeys(("train", "float32", "float32_scaled", "none", "eval"), DEFAULT_MEMORY_BUDGET)
 
 
 def check(results: list[dict[str, Any]], limits: dict[str, int] = LIMITS) -> None:
@@ -175,10 +175,11 @@ IMPLEMENTED = [("mosaic", "h200"), ("pallas_triton", "a100"), ("pallas_triton", 
 # XLA does not see all of the memory that kernels use while they run.
 
 KERNEL_LIMITS = {**LIMITS, "none": 640 * 2**20, "eval": 2**26}
+MODES = ("train", "float32", "none", "eval")
 MORE_OF_KERNELS = {
-    "llama": [(mode, 8192, *LLAMA, axis) for mode in LIMITS for axis in (0, 1)],
-    "qwen": [(mode, 8192, *QWEN, axis) for mode in LIMITS for axis in (0, 1)],
-    "gemma": [(mode, 8192, *GEMMA, axis) for mode in LIMITS for axis in (0, 1)],
+    "llama": [(mode, 8192, *LLAMA, axis) for mode in MODES for axis in (0, 1)],
+    "qwen": [(mode, 8192, *QWEN, axis) for mode in MODES for axis in (0, 1)],
+    "gemma": [(mode, 8192, *GEMMA, axis) for mode in MODES for axis in (0, 1)],
     "odd": [
         *(("train", n, 64, v, 0) for n, v in ((1000, 50257), (1001, 50264), (1, 320))),
         ("train", 999, 64, 128, 1),
@@ -197,6 +198,11 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
     check_kernels(tmp_path, *names, *(f"{name}_kernel" for name in ("pick", "repair", "finish_rows", "target_rows")))
     # The additional kernel is d_input's sum. The last chunk is shorter, but uses the same kernels.
     assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 1, "too many kernels: each takes a second to compile"
+
+
+def test_float32_matmuls_compile_and_scaled_logits_fit(tmp_path: Path) -> None:
+    check(compile_all([("float32_scaled", 8192, *QWEN, 0)], "h200", "chunked", tmp_path))
+    check_kernels(tmp_path, "float32_matmul_kernel", "float32_matmul_kernel__2")
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def test_choice_without_a_name() -> None:
         (("tpu", None), ("bfloat16", 64, 128, 0), "no kernel for tpu devices"),
         (("cuda", None), ("bfloat16", 64, 128, 0), "compute capability is not known .* name an implementation"),
         (("cuda", (9, 0)), ("bfloat16", 64, 128, 0), r"its kernels serve compute capability 9\.0"),
-        (("cuda", (9, 0)), ("float32", 64, 128, 0), "XLA's float32 GEMMs are faster"),
+        (("cuda", (9, 0)), ("float32", 64, 128, 0), "it has the fastest float32 matmuls"),
         (("cuda", (9, 0)), ("float16", 60, 128, 0), "the Hopper kernels need a hidden size .* got 60"),
         (("cuda", (8, 0)), ("float16", 64, 128, 0), r"the Hopper kernels need compute capability 9\.0, .* has 8\.0"),
         (("cuda", (7, 5)), ("float16", 64, 128, 0), r"pallas_triton needs compute capability 8\.0, .* has 7\.5"),
