@@ -139,6 +139,12 @@ class RowGradient(NamedTuple):
     bias: bool
     bias_scale: Array | None
 
+    def of(self, rows: Slice) -> "RowGradient":
+        """Returns the values of some of the rows."""
+        coefficients = jax.tree.map(rows.of, self.coefficients)
+        scale = None if self.bias_scale is None else rows.of(self.bias_scale)
+        return RowGradient(rows.of(self.lse), coefficients, rows.of(self.contributes), self.bias, scale)
+
 
 def chunk_statistics(
     problem: Problem,

@@ -68,6 +68,8 @@ def over_slices[T](body: Callable[[T, Slice], tuple[T, Any]], carry: T, length: 
     count = -(-length // size)
 
     def step(carry: T, index: Array) -> tuple[T, Any]:
+        if length % size == 0:
+            return body(carry, Slice(index * size, size, None))
         start = jnp.minimum(index * size, length - size)
         return body(carry, Slice(start, size, start + jnp.arange(size) >= index * size))
 

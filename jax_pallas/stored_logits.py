@@ -7,7 +7,6 @@ stored logits take little of the time. XLA fuses them, so they need no kernels.
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas.chunked import RowGradient, Tiles, finished_logits, logits_tile, tile_d_logits, tile_partial
@@ -15,25 +14,22 @@ from jax_pallas.problem import Problem, add_d_weight, float32_matmul
 from jax_pallas.row_math import Partial
 from jax_pallas.slicing import Slice, over_slices
 
-PARTS = 8  # of the classes, in which numbers are replaced
+PARTS = 8  # of a chunk's rows, in which numbers are replaced
 
 
 def _replaced(stored: Array, function: Callable[[Array, Slice], Array]) -> Array:
-    """Returns `function` of parts of (n, K) numbers and their classes, in the memory of the numbers.
+    """Returns `function` of parts of (n, K) numbers and their rows, in the memory of the numbers.
 
     XLA gives the result of an operation the memory of an operand only if the operand is no result of a GEMM of cuBLAS,
-    which returns its workspace too. The carry of a loop stays where it is.
+    which returns its workspace too. The carry of a loop stays where it is. XLA makes one kernel of a part, since rows
+    are contiguous; of a part of the classes it often makes two, the second of which copies what the first one stored.
     """
 
-    def replace(stored: Array, part: Slice) -> tuple[Array, None]:
-        old = part.of(stored, 1)
-        new = function(old, part)
-        if part.fresh is not None:  # the others are replaced already
-            new = jnp.where(part.fresh, new, old)
-        return part.put(stored, new, 1), None
+    def replace(stored: Array, rows: Slice) -> tuple[Array, None]:
+        return rows.put_fresh(stored, function(rows.of(stored), rows)), None
 
-    classes = stored.shape[1]
-    return over_slices(replace, stored, classes, -(-classes // PARTS))[0]
+    n = stored.shape[0]
+    return over_slices(replace, stored, n, -(-n // PARTS))[0]
 
 
 def _logits(problem: Problem, x: Array, vocab_chunk: Slice) -> Array:
@@ -42,7 +38,7 @@ def _logits(problem: Problem, x: Array, vocab_chunk: Slice) -> Array:
         logits = logits_tile(problem, x, w, vocab_chunk)  # cuBLAS multiplies, or adds the bias
         return lax.optimization_barrier(logits) if scaled else logits  # as in `chunked.py`
     logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis))
-    return _replaced(logits, lambda logits, part: finished_logits(problem, logits, part))
+    return _replaced(logits, lambda logits, rows: finished_logits(problem, logits, vocab_chunk))
 
 
 def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, statistics: int) -> tuple[Partial, Array]:
@@ -54,7 +50,11 @@ def _d_logits(
     problem: Problem, x: Array, target: Array, vocab_chunk: Slice, row: RowGradient, logits: Array | None
 ) -> tuple[Array, Array | None]:
     stored, summed = _logits(problem, x, vocab_chunk) if logits is None else logits, None
-    d_logits = _replaced(stored, lambda logits, part: tile_d_logits(problem, logits, target, row, part))
+
+    def d_logits_of(logits: Array, rows: Slice) -> Array:
+        return tile_d_logits(problem, logits, rows.of(target), row.of(rows), vocab_chunk)
+
+    d_logits = _replaced(stored, d_logits_of)
     if row.bias:
         summed = d_logits.sum(0)  # only float16 has a `bias_scale`
     return d_logits, summed

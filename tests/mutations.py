@@ -938,8 +938,8 @@ STORED_LOGITS = (
     ),
     Mutation(
         "jax_pallas/stored_logits.py",
-        "if part.fresh is not None:",
-        "if part.fresh is None:",
+        "rows.put_fresh(stored, function(rows.of(stored), rows))",
+        "rows.put(stored, function(rows.of(stored), rows))",
         tests("jax_pallas_numeric", "stored"),
     ),
     Mutation(
