@@ -7,12 +7,11 @@ replaces them by d_logits. So it is three matmuls. Only where the budget cannot 
 compute them twice (`chunk_config.choose_stored`).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from core_triton import kernels, row_kernels, tile_config
+from core_triton import float32_matmuls, kernels, row_kernels, tile_config
 from core_triton.chunked import RowGradient, Tiles
 from core_triton.kernels import LOG2_E, NO_CLASS, d_logits_of, tanh
 from core_triton.launch import At, cdiv, launch
@@ -254,14 +253,15 @@ def _d_logits(
     return logits, row_kernels.class_sums(logits, row.bias_scale) if row.bias else None
 
 
-STORED_TILES = Tiles(_partial, _d_logits)
+STORED_TILES = Tiles(_partial, _d_logits, float32_matmuls.add_matmul)
 
 
 def _matmul(x: Tensor, w: Tensor) -> Tensor:
     """Returns x @ w.T, (n, v) float32, in rows that start at multiples of 256 bytes."""
     n, classes = len(x), len(w)
     result = x.new_empty((n, tile_config.padded(classes)))[:, :classes]
-    return torch.mm(x, w.T, out=result)
+    float32_matmuls.add_matmul(result, x, w.T, first=True)
+    return result
 
 
 def _bias(problem: Problem, vocab_chunk: slice) -> At | None:

@@ -1,0 +1,137 @@
+"""Matmuls of float32 operands on tensor cores, with the precision of float32.
+
+A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110. Of the nine
+products of their parts the six largest are added up. The others are less than 2**-25 of the product, where float32
+rounds to 2**-24. Tensor cores add up the products of one step of the inner dimension. The steps are added in float32.
+
+Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+Computations (2019). Triton's compiler splits the operands.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core_triton import problem
+from core_triton.launch import cdiv, device_info, launch
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 32
+GROUP = 8  # row blocks that are computed with a column block before the next one
+PROGRAMS = 2  # that a multiprocessor runs at a time: one splits numbers while the other one multiplies
+LEAST_INNER = 1024  # of a program, if several share the inner dimension
+PRODUCTS = "bf16x6"
+CAPABILITY = 90  # of the GPUs where they were measured
+
+
+@triton.jit
+def float32_matmul_kernel(
+    a_ptr,
+    b_ptr,
+    total_ptr,
+    rows,
+    columns,
+    inner,
+    a_row,
+    a_inner,
+    b_inner,
+    b_column,
+    total_row,
+    total_column,
+    total_part,
+    part_inner,
+    ADDS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Writes a tile of a @ b, or adds it, (rows, columns) float32, for `part_inner` numbers of the inner dimension.
+
+    Reads a (rows, inner) and b (inner, columns), float32, at these strides. Programs of axis 1 have other parts of the
+    inner dimension, and write matrices that are `total_part` numbers apart. EVEN: BLOCK_K divides `inner`.
+    """
+    row_blocks = tl.cdiv(rows, BLOCK_M)
+    group = tl.program_id(0) // (GROUP * tl.cdiv(columns, BLOCK_N))
+    within = tl.program_id(0) % (GROUP * tl.cdiv(columns, BLOCK_N))
+    height = min(row_blocks - group * GROUP, GROUP)
+    m = (group * GROUP + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * part_inner
+    k = tl.arange(0, BLOCK_K)
+    a_ptr += first.to(tl.int64) * a_inner + m.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_inner
+    b_ptr += first.to(tl.int64) * b_inner + k.to(tl.int64)[:, None] * b_inner + n.to(tl.int64)[None, :] * b_column
+    m_inside, n_inside = m < rows, n < columns
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, min(first + part_inner, inner), BLOCK_K):
+        if EVEN:
+            a = tl.load(a_ptr, mask=m_inside[:, None], other=0.0)
+            b = tl.load(b_ptr, mask=n_inside[None, :], other=0.0)
+        else:
+            k_inside = start + k < inner
+            a = tl.load(a_ptr, mask=m_inside[:, None] & k_inside[None, :], other=0.0)
+            b = tl.load(b_ptr, mask=k_inside[:, None] & n_inside[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRODUCTS)
+        a_ptr += BLOCK_K * a_inner
+        b_ptr += BLOCK_K * b_inner
+    inside = m_inside[:, None] & n_inside[None, :]
+    total_ptr += tl.program_id(1).to(tl.int64) * total_part
+    total_ptr += m.to(tl.int64)[:, None] * total_row + n.to(tl.int64)[None, :] * total_column
+    if ADDS:
+        total += tl.load(total_ptr, mask=inside, other=0.0)
+    tl.store(total_ptr, total, mask=inside)
+
+
+def parts_of(rows: int, columns: int, inner: int, multiprocessors: int) -> int:
+    """Returns the number of programs that share the inner dimension of a tile."""
+    tiles = cdiv(rows, BLOCK_M) * cdiv(columns, BLOCK_N)
+    return max(1, min(PROGRAMS * multiprocessors // tiles, inner // LEAST_INNER))
+
+
+def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Adds a @ b to `total`, or overwrites it if `first`: `problem.add_matmul` for float32 operands on Hopper.
+
+    PyTorch multiplies if its settings allow TF32 (`torch.set_float32_matmul_precision`), which is faster.
+    """
+    capability, multiprocessors, _ = device_info(a.device)
+    if capability != CAPABILITY or torch.get_float32_matmul_precision() != "highest" or not total.numel():
+        problem.add_matmul(total, a, b, first=first)
+    elif total.stride(1) != 1 == total.stride(0):
+        _launch(total.T, b.T, a.T, multiprocessors, first=first)
+    else:
+        _launch(total, a, b, multiprocessors, first=first)
+
+
+def _launch(total: Tensor, a: Tensor, b: Tensor, multiprocessors: int, *, first: bool) -> None:
+    (rows, inner), columns = a.shape, b.shape[1]
+    parts = parts_of(rows, columns, inner, multiprocessors)
+    written = total if parts == 1 else total.new_empty((parts, rows, columns))
+    launch(
+        float32_matmul_kernel,
+        (cdiv(rows, BLOCK_M) * cdiv(columns, BLOCK_N), parts),
+        a,
+        b,
+        written,
+        rows,
+        columns,
+        inner,
+        *a.stride(),
+        *b.stride(),
+        *written.stride()[-2:],
+        rows * columns,
+        cdiv(cdiv(inner, BLOCK_K), parts) * BLOCK_K,
+        ADDS=parts == 1 and not first,
+        EVEN=inner % BLOCK_K == 0,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        GROUP=GROUP,
+        PRODUCTS=PRODUCTS if a.is_cuda else "ieee",  # the interpreter multiplies in float32
+        num_warps=4,
+        num_stages=3,
+    )
+    if parts > 1:
+        summed = written.sum(0)
+        total.copy_(summed if first else summed.add_(total))
