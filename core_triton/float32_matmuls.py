@@ -18,7 +18,7 @@ from core_triton.launch import cdiv, device_info, launch
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 32
 GROUP = 8  # row blocks that are computed with a column block before the next one
-PROGRAMS = 2  # that a multiprocessor runs at a time: one splits numbers while the other one multiplies
+PROGRAMS = 1  # that a multiprocessor runs at a time: with four warps, two would run, but spill registers
 LEAST_INNER = 1024  # of a program, if several share the inner dimension
 PRODUCTS = "bf16x6"
 CAPABILITY = 90  # of the GPUs where they were measured
@@ -129,7 +129,7 @@ def _launch(total: Tensor, a: Tensor, b: Tensor, multiprocessors: int, *, first:
         BLOCK_K=BLOCK_K,
         GROUP=GROUP,
         PRODUCTS=PRODUCTS if a.is_cuda else "ieee",  # the interpreter multiplies in float32
-        num_warps=4,
+        num_warps=8,
         num_stages=3,
     )
     if parts > 1:
