@@ -214,6 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("\n".join([*lines, ""]))
             place.write(lines)
         return
+    for path in options.json or ():
+        if not path.is_file():
+            parser.error(f"--json must name files of results, got {path}")
     for chosen, place, file, lines_of in (
         (options.hosts, hosts_table.PLACE, hosts_table.FILE, hosts_table.hosts_tables),
         (options.mesh, mesh_table.PLACE, mesh_table.FILE, mesh_table.mesh_table),

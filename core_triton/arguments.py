@@ -285,7 +285,7 @@ def of_vocab_group(groups: Groups) -> tuple[str, int, int, str]:
     number of ranks, and the name of reduce_dtype."""
     reduce_dtype = REDUCE_DTYPES.get(groups.reduce_dtype)
     if reduce_dtype is None:
-        raise ValueError(f"reduce_dtype must be torch.float32 or torch.bfloat16, got {groups.reduce_dtype}")
+        raise ValueError(f"reduce_dtype must be torch.float32 or torch.bfloat16, got {groups.reduce_dtype!r}")
     if groups.vocab_group is None:
         return "", 0, 0, reduce_dtype
     group = check_group("vocab_group", groups.vocab_group)

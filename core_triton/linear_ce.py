@@ -148,8 +148,8 @@ def linear_cross_entropy(
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, splits it into the sum of two bfloat16 matrices, which hold 16 bits of each weight. The logits and
             d_input take two matmuls each, so a call takes five instead of three, or seven if the logits are computed
-            twice (reduction "none", log-probabilities). The relative error of a weight is at most 2**-17, in place of
-            2**-8. d_weight is float32 in both cases.
+            twice (reduction "none", log-probabilities). The relative error of a weight is at most `2**-17`, in place
+            of `2**-8`. d_weight is float32 in both cases.
         batch_invariant: whether the loss, lse and d_input of a token must be bit-for-bit independent of the other
             tokens of the call (their number, order, values and range of logits) and of memory_budget. The order of sums
             is then fixed, which takes longer if d_input has few tiles (`explain` shows this). With "mean" it holds for
@@ -564,12 +564,15 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
         ignore_index: the only value outside [0, vocab_size) that is allowed.
 
     Raises:
+        TypeError: target is not a tensor.
         ValueError: names how many there are, and the first positions with their values.
 
     Example:
         >>> import torch, core_triton
         >>> core_triton.check_targets(torch.tensor([1, -100]), vocab_size=10)
     """
+    if not isinstance(target, Tensor):
+        raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
     bad = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     positions = bad.nonzero()
     if len(positions):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class LinearCrossEntropy(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: an option that `linear_cross_entropy` rejects.
+        TypeError, ValueError: a size, or an option that `linear_cross_entropy` rejects.
 
     Example:
         >>> import torch, core_triton
@@ -79,6 +80,11 @@ class LinearCrossEntropy(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("num_classes", num_classes)):
+            if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+                raise TypeError(f"{name} must be a Python int, got {type(size).__name__}")
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
         options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
         self.spec = LossSpec(reduction, *options)
         if vocab_group is None:

@@ -60,6 +60,11 @@ LINK_TO_FOLDER = re.compile(r"\[([^\]]+)\]\(([^)#\s][^)\s]*)\)")
 COMMANDS = {"\\_": "_", "\\arg": "arg", "\\lfloor": "&#x230A;", "\\rfloor": "&#x230B;"}
 PLOT = re.compile(r"<!-- plot: (\w+) -->")
 CELL = re.compile(r"<td.*?</td>")
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+# Several arguments with one description, such as "    a, b: text", with its further lines.
+ARGUMENTS = re.compile(r"^    (\w+(?:, \w+)+)(: .*\n?(?: {8}.*\n?)*)", re.MULTILINE)
+# ".. math::" and an equation, on the same line or in further lines.
+MATH = re.compile(r"^( *)\.\. math::(.*(?:\n\1 {4}.*)*)", re.MULTILINE)
 EQUATION = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
@@ -103,9 +108,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return LINK.sub(placed, LINK_TO_FOLDER.sub(without_folders, markdown))
 
 
+def in_cell(cell: re.Match[str]) -> str:
+    """Returns a cell of a table without line breaks in dates, and between numbers and what belongs to them."""
+    text = re.sub(r"(?<=\d) / (?=[\d-])", "&nbsp;/&nbsp;", cell[0])
+    text = re.sub(r"(?<=\d) x (?=\d)", "&nbsp;x&nbsp;", text)
+    text = re.sub(r"(?<=\d) (?=(?:ms|MiB|GiB|x)\b)", "&nbsp;", text)
+    return DATE.sub(lambda date: f'<span class="date">{date[0]}</span>', text)
+
+
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Renders equations as MathML, which browsers show without scripts, and plots. Keeps two numbers with a slash
-    between them on one line in tables."""
+    """Renders equations as MathML, which browsers show without scripts, and plots. In tables, keeps dates, two numbers
+    with a slash between them, and a number with its unit on one line."""
 
     def rendered(match: re.Match[str]) -> str:
         latex = match[2].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").strip()
@@ -124,7 +137,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         return mathml
 
     html = EQUATION.sub(rendered, html)
-    html = CELL.sub(lambda cell: re.sub(r"(?<=\d) / (?=[\d-])", "&nbsp;/&nbsp;", cell[0]), html)
+    html = CELL.sub(in_cell, html)
     first = PLOT.search(html)
     if first is None:
         return html
@@ -135,12 +148,23 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     )
 
 
-class Examples(Extension):
-    """Names the section "Example" of docstrings as griffe does, which then shows it as code."""
+def separate_arguments(match: re.Match[str]) -> str:
+    """Returns arguments that have one description with this description for each."""
+    description = match[2].rstrip("\n")
+    end = match[2][len(description) :]
+    return "\n".join(f"    {name}{description}" for name in match[1].split(", ")) + end
+
+
+class Docstrings(Extension):
+    """Changes docstrings to what griffe and Markdown read: the section "Examples" is shown as code, equations are
+    between dollars, and an argument that is not described together with others has its type and its default."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
+            text = MATH.sub(lambda match: f"{match[1]}$${' '.join(match[2].split())}$$", text)
+            obj.docstring.value = ARGUMENTS.sub(separate_arguments, text)
 
 
 def api_page(package: str) -> str:

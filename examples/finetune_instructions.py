@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.out is not None:
         check_new_folder(chosen.out)
     longest = MODEL.max_seq_len if chosen.weights is None else read_config(chosen.weights).max_seq_len
-    length = chosen.max_seq_len or min(longest, 1024)
+    length = min(longest, 1024) if chosen.max_seq_len is None else chosen.max_seq_len
     if not 1 <= length <= longest:
         options.error(f"--max-seq-len must be between 1 and the model's {longest}, got {length}")
 
@@ -248,3 +248,5 @@ if __name__ == "__main__":
         main()
     except RunError as error:  # an error that the user can fix
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

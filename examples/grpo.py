@@ -232,6 +232,18 @@ def train(
     return rewards, state.params
 
 
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of --json; raises RunError if one is not of this program."""
+    rows = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows.append({name: row[name] for name in ("loss", "updates", "rewards", "device")})
+        except (ValueError, KeyError, TypeError):
+            raise RunError(f"--json: line {number} of {path} is not a run of this program") from None
+    return rows
+
+
 def final_rewards(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Returns the mean reward of the last batches of every run, under its loss."""
     return {loss: [float(np.mean(r["rewards"][-LAST:])) for r in rows if r["loss"] == loss] for loss in LOSSES}
@@ -280,18 +292,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options.parse_args(arguments)
     if chosen.updates < 1:
         options.error(f"--updates must be at least 1, got {chosen.updates}")
-    for path in (chosen.json, chosen.plot):
-        if path is not None and not path.parent.is_dir():
-            options.error(f"no such folder: {path.parent}")
+    for option, path in (("--json", chosen.json), ("--plot", chosen.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            options.error(f"{option} must be a file in a folder that exists, got {path}")
     if chosen.plot is not None:
         if chosen.json is None or not chosen.json.is_file():
             options.error(f"--plot needs --json with a file of runs, got {chosen.json}")
-        rows = [json.loads(line) for line in chosen.json.read_text().splitlines()]
+        rows = read_runs(chosen.json)
         if len({row["updates"] for row in rows}) != 1:
             options.error(f"--plot needs runs with the same number of updates in {chosen.json}")
         plot(chosen.plot, rows)
         found = final_rewards(rows)
         for loss, final in found.items():
+            if not final:
+                continue
             print(f"{loss}: final reward of each seed {' '.join(f'{reward:.3f}' for reward in final)}")
         if all(len(final) > 1 for final in found.values()):
             difference, error = compare(**found)
@@ -321,3 +335,5 @@ if __name__ == "__main__":
         main()
     except RunError as error:  # an error that the user can fix
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

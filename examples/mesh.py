@@ -43,6 +43,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tensor", type=int, default=2, help="devices that share a vocabulary (2)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (60)")
     options = parser.parse_args(arguments)
+    if options.tensor < 1 or jax.device_count() % options.tensor or VOCABULARY % options.tensor:
+        parser.error(
+            f"--tensor must divide the {jax.device_count()} devices and the vocabulary of {VOCABULARY}, "
+            f"got {options.tensor}"
+        )
 
     grid = (jax.device_count() // options.tensor, options.tensor)
     mesh = jax.make_mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

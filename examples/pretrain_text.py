@@ -151,3 +151,5 @@ if __name__ == "__main__":
         main()
     except RunError as error:  # an error that the user can fix
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

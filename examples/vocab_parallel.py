@@ -38,6 +38,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.tensor < 1 or VOCABULARY % options.tensor:
         parser.error(f"--tensor must divide the vocabulary of {VOCABULARY}, got {options.tensor}")
+    if "RANK" not in os.environ:
+        parser.error(f"start it with torchrun: torchrun --nproc-per-node 4 {sys.argv[0]}")
+    if int(os.environ["WORLD_SIZE"]) % options.tensor:
+        parser.error(f"--tensor must divide the {os.environ['WORLD_SIZE']} ranks, got {options.tensor}")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

@@ -1,6 +1,11 @@
-"""The exceptions that the command line reports as one line instead of a traceback, and messages of others."""
+"""The exceptions that the command line reports as one line instead of a traceback.
 
+Also the message of another exception, and a check that several commands make.
+"""
+
+import os
 import signal
+from pathlib import Path
 
 
 class RunError(Exception):
@@ -19,6 +24,13 @@ class Stopped(Exception):
         super().__init__(f"stopped by {received.name}")
         self.saved = saved
         self.status = 128 + received  # the exit status that a shell reports for a process killed by the signal
+
+
+def check_writable(folder: Path) -> None:
+    """Raises RunError unless files can be written to a folder, which is created later if it does not exist."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise RunError(f"cannot write {folder}: {existing} is not a folder to which you may write")
 
 
 def first_line(error: Exception) -> str:

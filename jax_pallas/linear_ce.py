@@ -185,8 +185,8 @@ def linear_cross_entropy(
             input, splits it into the sum of two bfloat16 matrices, which hold 16 bits of each weight. The logits and
             d_input take two matmuls each, so a call takes five instead of three, or seven if the logits are computed
             twice (reduction "none", log-probabilities, token losses of the entropy, and sizes for which the kernels
-            store no exponentials: `explain` names the matmuls). The relative error of a weight is at most 2**-17, in
-            place of 2**-8. d_weight is float32 in both cases.
+            store no exponentials: `explain` names the matmuls). The relative error of a weight is at most `2**-17`, in
+            place of `2**-8`. d_weight is float32 in both cases.
         batch_invariant: whether the loss, lse and d_input of a token must be bit-for-bit independent of the other
             tokens of the call (their number, order, values and range of logits) and of memory_budget. The order of sums
             is then fixed, which takes longer if d_input has few tiles (`explain` shows this). With "mean" it holds for
@@ -237,7 +237,7 @@ def linear_cross_entropy(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jax_pallas.linear_ce import linear_cross_entropy
+        >>> from jax_pallas import linear_cross_entropy
         >>> x, w = jnp.ones((6, 16)), jnp.ones((100, 16))
         >>> loss, d_weight = jax.value_and_grad(linear_cross_entropy, argnums=1)(x, w, jnp.arange(6))
         >>> d_weight.shape
@@ -308,7 +308,7 @@ def linear_cross_entropy_with_stats(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jax_pallas.linear_ce import linear_cross_entropy_with_stats
+        >>> from jax_pallas import linear_cross_entropy_with_stats
         >>> loss, stats = linear_cross_entropy_with_stats(jnp.ones((6, 16)), jnp.ones((100, 16)), jnp.arange(6))
         >>> int(stats.n_valid)
         6
@@ -380,7 +380,7 @@ def linear_log_probs(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jax_pallas.linear_ce import linear_log_probs
+        >>> from jax_pallas import linear_log_probs
         >>> out = linear_log_probs(jnp.ones((2, 6, 16)), jnp.ones((100, 16)), jnp.zeros((2, 6), int))
         >>> out.entropy.shape
         (2, 6)
@@ -618,7 +618,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jax_pallas.linear_ce import check_targets
+        >>> from jax_pallas import check_targets
         >>> check_targets(jnp.array([1, -100]), vocab_size=10)
     """
     if isinstance(target, jax.core.Tracer):
@@ -708,7 +708,7 @@ def explain(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jax_pallas.linear_ce import explain
+        >>> from jax_pallas import explain
         >>> explained = explain(jnp.ones((6, 16)), jnp.ones((100, 16)), implementation="chunked")
         >>> explained.reason
         'asked for by name'

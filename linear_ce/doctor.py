@@ -66,7 +66,8 @@ def main(packages: Sequence[str]) -> int:
             continue
         command = [sys.executable, "-c", f"from linear_ce import doctor; raise SystemExit(doctor.report({package!r}))"]
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}  # or JAX takes most of the GPU's memory
-        status = subprocess.run(command, env=environment, check=False).returncode
+        # In its own session, so that Ctrl-C in a terminal reaches only this process, which then ends the other one.
+        status = subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
         if status:
             print(f"{package}: FAILED, exit status {status}")
         failed |= status != 0

@@ -31,9 +31,14 @@ from parity.train import command as training
 def main(arguments: list[str] | None = None) -> int:
     """Runs the comparison; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["train"]:
-        return training.main(arguments[1:])
-    options = _parse(arguments)
+    try:
+        return training.main(arguments[1:]) if arguments[:1] == ["train"] else _run(_parse(arguments))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Compares, prints the rows as they come, and returns the exit status."""
     names = _available(options.backend)
     wrong = _obstacle(options) if names else "nothing to run: neither PyTorch nor JAX is installed"
     if wrong:
@@ -148,7 +153,10 @@ class _Worker:
         command += ["--distinct"] * (options.backend is None)
         # Both frameworks may share one GPU: JAX must not take its memory ahead of need.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        # In its own session, so that Ctrl-C in a terminal reaches only the command, which then ends its processes.
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
 
     def outcome(self, case: Case, name: str) -> dict[str, Any]:
         """Returns the next outcome, with the outputs as arrays; it must be of this case and backend."""
@@ -157,6 +165,8 @@ class _Worker:
         if not text:
             raise SystemExit(f"the process of {name} ended with status {self._process.wait()} before {case.name}")
         outcome = json.loads(text)
+        if "obstacle" in outcome:
+            raise SystemExit(f"--backend {outcome['backend']}: {outcome['obstacle']}")
         if (outcome["case"], outcome["backend"]) != (case.name, name):
             raise SystemExit(f"expected {name} on {case.name}, got {outcome['backend']} on {outcome['case']}")
         if "outputs" in outcome:

@@ -6,6 +6,7 @@ one line of JSON each on standard output.
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -79,6 +80,19 @@ def expected_default(framework: str, platform: str, dtype: str) -> tuple[str, ..
 def installed(framework: str) -> bool:
     """Returns whether a framework can be imported, without importing it."""
     return importlib.util.find_spec(framework) is not None
+
+
+def obstacle(name: str) -> str:
+    """Returns why no case of a backend can run on this machine; empty if its implementation supports a small call."""
+    backend = BACKENDS[name]
+    if backend.runs_anywhere:
+        return ""
+    choose = {"torch": _choose_torch, "jax": _choose_jax}[backend.framework]
+    try:
+        choose(backend.implementation)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def run_case(name: str, case: Case, arrays: Arrays) -> Outcome:
@@ -196,6 +210,16 @@ def roots_of(case: Case) -> list[str]:
     return [name for name in names if name not in case.unused]
 
 
+def _choose_torch(implementation: str | None) -> None:
+    import torch
+
+    import core_triton
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, w = (torch.empty(rows, 64, dtype=torch.bfloat16, device=device) for rows in (64, 128))
+    core_triton.explain(x, w, implementation=implementation)
+
+
 def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     import torch
 
@@ -263,6 +287,17 @@ def torch_outputs(case: Case, tensors: dict[str, Any], options: dict[str, Any]) 
     return outputs
 
 
+def _choose_jax(implementation: str | None) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    import jax_pallas
+
+    x, w = (jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16) for rows in (64, 128))
+    loss = functools.partial(jax_pallas.linear_cross_entropy, implementation=implementation)
+    jax.jit(loss).lower(x, w, jax.ShapeDtypeStruct((64,), jnp.int32))  # the device is known when a call is lowered
+
+
 def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     import jax
     import jax.numpy as jnp
@@ -323,7 +358,10 @@ _RUNNERS: dict[str, Callable[[str | None, Case, Arrays], _Run]] = {"torch": _run
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs cases on the backends of one framework; one line of JSON for each outcome."""
+    """Runs cases on the backends of one framework; one line of JSON for each outcome.
+
+    If the machine does not support one of them, there is only one line, which says why.
+    """
     parser = argparse.ArgumentParser(prog="python -m parity.backends", description=main.__doc__)
     parser.add_argument("backends", nargs="+", choices=BACKENDS, metavar="BACKEND")
     parser.add_argument("--folder", type=Path, required=True, help="where the .npz files go")
@@ -333,6 +371,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--step", type=int, default=1, help="every so many from there")
     parser.add_argument("--distinct", action="store_true", help="run an implementation once, under the first name")
     options = parser.parse_args(arguments)
+    for name in options.backends:
+        if reason := obstacle(name):
+            print(json.dumps({"backend": name, "obstacle": reason}), flush=True)
+            return
     shared = enumerate(select(options.only, options.exhaustive))
     for index, case in itertools.islice(shared, options.first, None, options.step):
         arrays = make_arrays(case)

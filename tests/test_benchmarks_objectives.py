@@ -350,6 +350,10 @@ def test_the_pages_have_the_tables_of_objectives(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         tables.main(["--objectives", "--json", "rows.json"])
     assert "--json must be absent, got rows.json" in capsys.readouterr().err
+    for options in ([], ["--hosts"], ["--mesh"]):
+        with pytest.raises(SystemExit):
+            tables.main([*options, "--json", "absent.json"])
+        assert "error: --json must name files of results, got absent.json\n" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_tables_of_objectives(

@@ -197,6 +197,12 @@ def test_check_targets_names_the_first_bad_positions() -> None:
     assert "target[0, 1] = 10, target[1, 0] = -1" in str(bad.value)
 
 
+@pytest.mark.parametrize("target", [np.arange(4), [0, 1]])
+def test_check_targets_takes_a_tensor(target: Any) -> None:
+    with pytest.raises(TypeError, match=f"target must be a Tensor, got {type(target).__name__}"):
+        core_triton.check_targets(target, 2)
+
+
 def test_check_targets_names_no_more_than_a_few() -> None:
     with pytest.raises(ValueError, match="got 1000 others") as bad:
         core_triton.check_targets(torch.full((1000,), 7), 7)
@@ -365,6 +371,26 @@ def test_kernels_requested_by_name_are_refused_where_they_cannot_run(implementat
             call(**arrays, implementation=implementation)
     with pytest.raises(ValueError, match=message):
         core_triton.explain(arrays["input"], arrays["linear_weight"], implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "message"),
+    [
+        ((0, 100), ValueError, "hidden_size must be at least 1, got 0"),
+        ((8, -1), ValueError, "num_classes must be at least 1, got -1"),
+        ((8.0, 100), TypeError, "hidden_size must be a Python int, got float"),
+        ((8, "100"), TypeError, "num_classes must be a Python int, got str"),
+    ],
+)
+def test_module_refuses_sizes(sizes: tuple[Any, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        core_triton.LinearCrossEntropy(*sizes)
+
+
+def test_a_name_of_a_dtype_is_not_a_dtype() -> None:
+    arguments: dict[str, Any] = problem() | {"reduce_dtype": "bfloat16"}
+    with pytest.raises(ValueError, match=r"reduce_dtype must be torch.float32 or torch.bfloat16, got 'bfloat16'"):
+        core_triton.linear_cross_entropy(**arguments)
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 101}, {"memory_budget": -1}, {"reduction": "all"}])

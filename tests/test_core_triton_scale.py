@@ -205,10 +205,25 @@ def test_the_example_trains_on_four_processes() -> None:
         assert last < 5.0
 
 
-def test_the_example_needs_equal_shards_of_its_vocabulary(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, ["--tensor", "3"], "--tensor must divide the vocabulary of 512, got 3"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, [], "--tensor must divide the 3 ranks, got 2"),
+        ({}, [], "start it with torchrun: torchrun --nproc-per-node 4 "),
+    ],
+)
+def test_the_example_refuses_what_it_cannot_run(
+    environment: dict[str, str],
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["vocab_parallel.py", "--tensor", "3"])
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["vocab_parallel.py", *options])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(Path(__file__).parent.parent / "examples" / "vocab_parallel.py"), run_name="__main__")
-    assert "error: --tensor must divide the vocabulary of 512, got 3" in capsys.readouterr().err
+    assert f"error: {message}" in capsys.readouterr().err

@@ -91,3 +91,11 @@ def test_a_failed_check_and_a_failed_process_are_the_exit_status(
     assert "linear-ce of a checkout" in printed
     assert 'core_triton: torch is not installed: pip install "linear-ce[torch]"' in printed
     assert "jax_pallas: FAILED, exit status 139" in printed
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    assert main([]) == 130

@@ -49,6 +49,35 @@ def test_user_errors_are_one_line(place, monkeypatch):
         assert stopped.value.code == message
 
 
+@pytest.mark.parametrize(
+    ("example", "options", "message"),
+    [
+        ("mesh", ["--tensor", "0"], "--tensor must divide the 1 devices and the vocabulary of 512, got 0"),
+        ("mesh", ["--tensor", "2"], "--tensor must divide the 1 devices and the vocabulary of 512, got 2"),
+        ("finetune_instructions", ["--max-seq-len", "0"], "must be between 1 and the model's 256, got 0"),
+        ("grpo", ["--json", "/no/such/a"], "--json must be a file in a folder that exists, got /no/such/a"),
+        ("grpo", ["--json", "/"], "--json must be a file in a folder that exists, got /"),
+        ("grpo", ["--plot", "a.png"], "--plot needs --json with a file of runs, got None"),
+    ],
+)
+def test_a_wrong_option_of_an_example_is_named(example, options, message, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", [f"{example}.py", *options])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
+
+
+@pytest.mark.parametrize("line", ["no JSON", "[]", '{"loss": "fused"}'])
+def test_a_line_that_is_no_run_of_grpo_is_named(line, tmp_path):
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "grpo.py")))
+    runs = tmp_path / "runs.jsonl"
+    runs.write_text(line)
+    with pytest.raises(RunError, match=f"^--json: line 1 of {runs} is not a run of this program$"):
+        example.main(["--json", str(runs), "--plot", str(tmp_path / "a.png")])
+
+
 def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, monkeypatch, capsys):
     example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "finetune_instructions.py")))
     small = ModelConfig(400, 32, 1, 2, 1, 16, 48, 64)

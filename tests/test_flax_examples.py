@@ -93,6 +93,11 @@ def test_a_folder_without_a_chat_template_has_its_own_first_token_and_end(base):
         read_hub_vocabulary(base.parent / "endless").encode_examples([PAIR])
 
 
+def test_a_tokenizer_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(RunError, match=f"^cannot read a tokenizer: no such folder: {tmp_path}/absent$"):
+        read_hub_vocabulary(tmp_path / "absent")
+
+
 def test_texts_and_dialogues_are_not_interchangeable(vocabulary):
     with pytest.raises(RunError, match="--data must have texts, got dialogues"):
         vocabulary.encode([PAIR])

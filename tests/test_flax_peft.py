@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from flax_models import export
 from flax_models.data.batches import Batch
 from flax_models.errors import RunError
 from flax_models.hub.adapter_folder import NEUTRAL, READ, load_adapter, read_adapter_config, save_adapter
-from flax_models.hub.weights import load, save
+from flax_models.hub.weights import check_new_folder, load, save
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora import adapt, adapted_projections, merge
 from flax_models.model.lora_config import LoraConfig, Projection
@@ -319,6 +320,23 @@ def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
     assert {str(tensor.dtype) for tensor in written.values()} == {"bfloat16"}
     with pytest.raises(RunError, match="a already exists and is not an empty folder; choose another"):
         save_adapter(model, tmp_path / "a")
+
+
+def test_adapters_need_the_weights_that_they_were_trained_on(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--adapter", str(tmp_path)])
+    message = f"--adapter requires the --weights that it was trained on, got only {tmp_path}"
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_folder_that_cannot_be_written_raises_before_training(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    check_new_folder(tmp_path / "new" / "one")
+    with pytest.raises(RunError, match=r"cannot write .*/file/a: .*/file is not a folder to which you may write"):
+        check_new_folder(tmp_path / "file" / "a")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # also for root
+    with pytest.raises(RunError, match=f"cannot write .*/new: {tmp_path} is not a folder to which you may write"):
+        check_new_folder(tmp_path / "new")
 
 
 def test_adapters_too_large_for_a_dtype_raise(tmp_path):

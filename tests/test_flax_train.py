@@ -210,6 +210,14 @@ def test_help_lists_every_option_with_its_meaning(capsys):
     assert "Texts or dialogues: text files, JSON lines" in out
 
 
+def test_a_folder_for_runs_that_cannot_be_written_is_an_error_at_once(place, capsys, monkeypatch):
+    runs = place / "data" / "file" / "runs"
+    runs.parent.touch()
+    assert program.main(["--config", "micro", "--data", str(place / "absent"), "--runs", str(runs)]) == 1
+    message = f"error: cannot write {runs}: {runs.parent} is not a folder to which you may write\n"
+    assert capsys.readouterr().err == message
+
+
 def test_used_name_and_changed_option_or_text_are_errors(copied, capsys):
     assert start(copied, "whole") == 1
     assert re.match(r"error: .*whole already exists; use --resume to continue it", capsys.readouterr().err)

@@ -1,5 +1,6 @@
 """The examples of docs/hosts.md for trainers without an adapter compute the losses of these trainers."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,13 @@ def test_megatron_gets_the_output_processor() -> None:
     model.assert_called_once_with("tokens", "positions", "mask", **given)
     assert losses is model.return_value
     assert loss_func.args == ("loss_mask",)
+
+
+def test_the_command_that_installs_a_missing_host_installs_a_tested_version() -> None:
+    for path in sorted((PAGE.parents[1] / "core_triton" / "hosts").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        tested = {one for names in re.findall(r"^TESTED_\w+ = \((.*)\)$", text, re.MULTILINE) for one in eval(names)}
+        installed = re.findall(r"pip install \"?[\w-]+==([\d.]*\d)", text)
+        assert len(installed) == text.count("pip install"), path.name
+        assert set(installed) <= tested, path.name
+        assert bool(installed) == bool(tested), path.name

@@ -296,6 +296,7 @@ def with_adapter() -> nnx.Linear:
             "vocab_axis must be None with the head builtins.dict",
         ),
         (lambda: {"kernel": X[0].T}, {"linear_bias": X}, ValueError, "linear_bias must be None"),
+        (lambda: X, {"linear_weight": X}, TypeError, "linear_weight must be absent, because head has the weight"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch_host_stand_ins
 import trl_stand_ins
 from jax_host_stand_ins import jax_hosts
@@ -91,6 +93,17 @@ def test_lines_have_at_most_120_characters(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_blocks_of_code_name_their_language(path: Path) -> None:
+    """Then they are highlighted. Blocks that are only indented have no language."""
+    text = path.read_text(encoding="utf-8")
+    fences = re.findall(r"^ *```(.*)$", text, re.MULTILINE)
+    assert all(fences[::2]), "a fence without a language"
+    assert not any(fences[1::2])
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"(?<=\n\n) {4}(?! *(?:[-*]|\d+\.) ).*", text)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_relative_links_lead_somewhere(path: Path) -> None:
     for link, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
         if "://" in link:
@@ -133,6 +146,46 @@ def test_pages_say_to_pass_the_softcap_and_the_scale_of_a_models_logits() -> Non
     for package in ("core_triton", "jax_pallas"):
         function = importlib.import_module(package).linear_cross_entropy
         assert set(rows.values()) <= set(inspect.signature(function).parameters)
+
+
+def test_calls_in_place_of_other_losses_have_their_value() -> None:
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8").split("## In place of another loss")[1]
+    calls = dict(re.findall(r"^\| `(.*?)`.*? \| `(linear_cross_entropy\(.*?\))`", text, re.MULTILINE))
+    arrays = [torch.randn(*shape) for shape in ((2, 5, 8), (30, 8), (30,))]
+    names: dict[str, Any] = {**dict(zip("xwb", arrays, strict=True)), "y": torch.randint(30, (2, 5))}
+    names |= {
+        "F": torch.nn.functional,
+        "linear_cross_entropy": importlib.import_module("core_triton").linear_cross_entropy,
+    }
+    found = 0
+    for theirs, ours in calls.items():
+        if theirs.startswith("F.") and hasattr(torch.nn.functional, theirs[2:].split("(")[0]):
+            torch.testing.assert_close(eval(ours, names), eval(theirs, names))
+            found += 1
+    assert found
+    names |= {name: value.numpy() for name, value in names.items() if isinstance(value, torch.Tensor)}
+    names["linear_cross_entropy"] = importlib.import_module("jax_pallas").linear_cross_entropy
+    names |= {"optax": importlib.import_module("optax"), "kernel": names["w"].T}
+    both = [(theirs, ours) for theirs, ours in calls.items() if theirs.startswith("optax.")]
+    assert len(both) == 2
+    for theirs, ours in both:
+        assert float(eval(ours, names)) == pytest.approx(float(eval(theirs, names)), rel=1e-5)
+
+
+def test_options_lists_every_argument_of_the_losses() -> None:
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", text, re.MULTILINE))
+    elsewhere = {"token_loss", "per_token", "stats"}  # in the table of functions
+    packages = {"PyTorch": importlib.import_module("core_triton"), "JAX": importlib.import_module("jax_pallas")}
+    names = {"linear_cross_entropy", "linear_log_probs", "linear_token_loss", "linear_token_loss_with_stats"}
+    taken = {
+        framework: {name for one in names for name in inspect.signature(getattr(package, one)).parameters}
+        for framework, package in packages.items()
+    }
+    assert set.union(*taken.values()) - elsewhere <= set(rows)
+    for framework, other in (("PyTorch", "JAX"), ("JAX", "PyTorch")):
+        only = {name for name, row in rows.items() if row.startswith(f"{framework} only")}
+        assert only == taken[framework] - taken[other]
 
 
 def test_pages_examples_and_flax_models_import_the_losses_from_the_package() -> None:

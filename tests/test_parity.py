@@ -26,7 +26,7 @@ from linear_ce.spec import LossSpec
 from parity import __main__ as command
 from parity import tolerances
 from parity.arrays import make_arrays
-from parity.backends import BACKENDS, expected_default, run_case
+from parity.backends import BACKENDS, expected_default, obstacle, run_case
 from parity.cases import Case, cases, select, sharp_cases
 from parity.expected import compare, compare_pair, evaluate_unfused, expected
 from parity.report import ROW_FIGURES
@@ -458,6 +458,47 @@ def test_a_missing_framework_is_reported(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(command, "installed", lambda framework: False)
     assert command.main([]) == 1
     assert "nothing to run: neither PyTorch nor JAX is installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("torch-triton", "implementation 'triton' cannot run here: no kernel for cpu devices"),
+        ("torch-triton_sm80", "implementation 'triton_sm80' cannot run here: no kernel for cpu devices"),
+        ("jax-mosaic", "the Hopper kernels need an NVIDIA GPU, not a cpu device"),
+        ("jax-pallas_triton", ""),  # runs on a CPU in interpret mode
+        ("torch-chunked", ""),
+        ("jax-default", ""),
+    ],
+)
+def test_a_backend_that_the_machine_does_not_support_is_reported(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert obstacle(name).endswith(reason)
+    assert bool(obstacle(name)) == bool(reason)
+
+
+def test_a_backend_that_the_machine_does_not_support_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = json.dumps({"backend": "torch-triton", "obstacle": "no GPU"})
+    process = subprocess.Popen([sys.executable, "-c", f"print({line!r})"], stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(command.subprocess, "Popen", lambda *_, **__: process)
+    worker = command._Worker(["torch-triton"], tmp_path, 0, command._parse(["--backend", "torch-triton"]))
+    with pytest.raises(SystemExit, match="--backend torch-triton: no GPU"):
+        worker.outcome(cases()[0], "torch-triton")
+    worker.stop()
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_run", interrupted)
+    monkeypatch.setattr(command.training, "main", interrupted)
+    assert command.main([]) == 130
+    assert command.main(["train"]) == 130
 
 
 def test_an_unknown_backend_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,3 +51,27 @@ def test_links_within_a_page_stay_links() -> None:
     links = re.compile(constant("LINK_TO_FOLDER"))
     assert links.search("[results](../benchmarks/results/h200)")
     assert not links.search("[below](#several-devices)")
+
+
+def test_powers_in_docstrings_of_the_site_are_code() -> None:
+    """Otherwise two stars make the text up to the next two stars bold."""
+    for package, listed in constant("PACKAGES").items():
+        names = {"linear_ce", "module", "token_losses", *(name.rpartition(".")[0].replace(".", "/") for name in listed)}
+        for path in filter(Path.is_file, (ROOT / package / f"{name}.py" for name in names)):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                    text = re.sub(r"^ *>>> .*$|`[^`]*`", "", ast.get_docstring(node) or "", flags=re.MULTILINE)
+                    assert not re.search(r"\w\*\*[-\w]", text), f"{path}: {text}"
+
+
+def test_arguments_with_one_description_have_it_each() -> None:
+    arguments = re.compile(constant("ARGUMENTS"), re.MULTILINE)
+    text = "Args:\n    x: one.\n    a, b: both,\n        of them.\n    c: last."
+    assert [match.groups() for match in arguments.finditer(text)] == [("a, b", ": both,\n        of them.\n")]
+    assert [match.groups() for match in arguments.finditer("    a, b: the end.")] == [("a, b", ": the end.")]
+
+
+def test_equations_of_docstrings_are_found() -> None:
+    equation = re.compile(constant("MATH"), re.MULTILINE)
+    for text in ("    .. math:: a\n        b\n\n    c", "    .. math::\n        a\n        b\n\n    c"):
+        assert [match[2].split() for match in equation.finditer(text)] == [["a", "b"]]

@@ -60,7 +60,7 @@ def output_processor(**options: Any) -> Callable[..., Tensor]:
     try:
         from megatron.core import __version__  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError(f"{__name__} needs megatron-core: pip install megatron-core") from error
+        raise ImportError(f"{__name__} needs megatron-core: pip install megatron-core==0.19.2") from error
     check_version(__name__, "megatron-core", __version__, TESTED_VERSIONS)
     check_options(options, (*OPTIONS, "saved_budget", "reduce_dtype"))
 

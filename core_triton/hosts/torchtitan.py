@@ -78,7 +78,7 @@ def _loss_class() -> type:
             ChunkedLossWrapper,
         )
     except ImportError as error:
-        raise ImportError(f"{__name__} needs torchtitan: pip install torchtitan") from error
+        raise ImportError(f"{__name__} needs torchtitan: pip install torchtitan==0.3.0") from error
     check_version(__name__, "torchtitan", torchtitan.__version__, TESTED_VERSIONS)
 
     class LinearCrossEntropyLoss(ChunkedLossWrapper):

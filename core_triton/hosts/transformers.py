@@ -18,7 +18,8 @@ from torch import nn
 try:
     import transformers
 except ImportError as error:
-    raise ImportError("core_triton.hosts.transformers needs transformers: pip install transformers") from error
+    message = 'core_triton.hosts.transformers needs transformers: pip install "transformers==5.24.*"'
+    raise ImportError(message) from error
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -175,7 +176,7 @@ def _liger_kernels(model: PreTrainedModel) -> Callable[[], None]:
     try:
         from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("liger=True needs liger-kernel: pip install liger-kernel") from error
+        raise ImportError("liger=True needs liger-kernel: pip install liger-kernel==0.8.5") from error
     try:
         found = metadata.version("liger-kernel")
     except metadata.PackageNotFoundError:  # as a nightly build, or without its metadata

@@ -25,7 +25,7 @@ from torch import Tensor
 try:
     import trl
 except ImportError as error:
-    raise ImportError("core_triton.hosts.trl needs trl: pip install trl") from error
+    raise ImportError('core_triton.hosts.trl needs trl: pip install "trl==1.16.*"') from error
 from trl.trainer import utils  # pyright: ignore[reportMissingImports]
 
 from core_triton import token_losses

@@ -17,7 +17,7 @@ from torch import Tensor
 try:
     import verl
 except ImportError as error:
-    raise ImportError("core_triton.hosts.verl needs verl: pip install verl") from error
+    raise ImportError("core_triton.hosts.verl needs verl: pip install verl==0.9.1") from error
 from verl.utils.kernel import linear_cross_entropy as kernel  # pyright: ignore[reportMissingImports]
 
 from core_triton.hosts.interface import OPTIONS, Patch, check_options, check_version

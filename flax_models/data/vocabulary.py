@@ -203,6 +203,8 @@ def read_hub_vocabulary(folder: Path) -> Vocabulary:
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
+    if not folder.is_dir():
+        raise RunError(f"cannot read a tokenizer: no such folder: {folder}")
     if not path.is_file():
         raise RunError(
             f"{folder} has no tokenizer.json; create it from the other tokenizer files with transformers: "

@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from flax_models.errors import RunError
+from flax_models.errors import RunError, check_writable
 from flax_models.hub.config import RUN_FIELDS, read_config, read_object, values_of
 from flax_models.hub.fields import NEUTRAL
 from flax_models.model.config import ModelConfig
@@ -400,9 +400,10 @@ def save(
 
 
 def check_new_folder(folder: Path) -> None:
-    """Raises RunError unless a folder does not exist or is empty, so that a model can be saved to it."""
+    """Raises RunError unless a folder is empty or can be created, so that a model can be saved to it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} already exists and is not an empty folder; choose another")
+    check_writable(folder)
 
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:

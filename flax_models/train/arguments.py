@@ -57,6 +57,8 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
             raise RunError(f"--steps must be at least {taken}, the steps that {folder} has done, got {steps}")
         return config, folder
     if early.weights is None:
+        if early.adapter is not None:
+            first.error(f"--adapter requires the --weights that it was trained on, got only {early.adapter}")
         return _read_all(arguments, CONFIGS[early.config or "tiny"]), None
     defaults = fine_tuning(early.config, early.weights, _shape_of(early.weights, early.ignore_config_fields))
     if early.adapter is not None:

@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from flax_models.data.atomic_file import atomic_file, part_path
-from flax_models.errors import RunError
+from flax_models.errors import RunError, check_writable
 from flax_models.train.checkpoint import steps_in, unused_path
 from flax_models.train.config import RunConfig, TrainConfig, from_json, to_json
 from flax_models.train.metrics import read_rows
@@ -124,10 +124,12 @@ def default_name(config: str | None, weights: Path | None) -> str:
 
 
 def new_folder(config: RunConfig) -> Path:
-    """Returns the path of the folder for a new run; raises RunError if the requested name is in use.
+    """Returns the path of the folder for a new run; raises RunError if the requested name is in use, or if the folder
+    cannot be created.
 
     The path may be that of a run that ended before its first checkpoint; `move_failed` moves that run.
     """
+    check_writable(config.runs)
     if config.name is not None:
         _check_name(config.name)
         folder = config.runs / config.name

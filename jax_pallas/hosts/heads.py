@@ -88,6 +88,8 @@ def head_cross_entropy(head: Any, input: Array, target: Array, **options: Any) -
         >>> nnx.grad(loss)(head).kernel.shape
         (16, 100)
     """
+    if "linear_weight" in options:
+        raise TypeError("linear_weight must be absent, because head has the weight")
     arguments = options | {"target": target} | head_arguments(head, input, **of_head(options))
     return package_for(arguments).linear_cross_entropy(**arguments)
 

@@ -41,6 +41,7 @@ def run_all(problem: Problem, folder: Path) -> Iterator[tuple[str, Run | str]]:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            start_new_session=True,  # so that Ctrl-C in a terminal reaches only the command, which ends them
         )
         for framework in RUNNERS
     }
