@@ -4,9 +4,10 @@ budget.
 They determine speed and memory. They change results only by rounding.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from core_triton.tile_config import padded
+from core_triton.tile_config import FLOAT32_BLOCK, padded
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 
@@ -119,9 +120,10 @@ def choose_stored(
     copies_rows: bool,
     copied: int = 0,
     exchanged: int = 0,
+    programs: int = 0,
     budget: int,
 ) -> ChunkConfig:
-    """Returns the chunks of a call whose logits are float32 matmuls of PyTorch's: `stored_logits.py`.
+    """Returns the chunks of a call of `stored_logits.py`.
 
     Args:
         tokens: N.
@@ -134,6 +136,7 @@ def choose_stored(
         copies_rows: PyTorch copies a chunk of the input for a matmul.
         copied: bytes of the contiguous copies of strided vectors.
         exchanged: bytes of a row that the ranks of a vocabulary exchange.
+        programs: of `float32_matmuls.py` that run at a time; 0 where PyTorch multiplies.
         budget: bytes.
 
     Raises:
@@ -142,8 +145,15 @@ def choose_stored(
     per_row = 4 * hidden * (second + copies_rows + d_input) + 128 + exchanged
     per_class = 4 * hidden * copies_head + 32
     fixed = 64 * tokens + 8 * classes + 4096 + copied
+    fixed += 4 * FLOAT32_BLOCK**2 * programs  # the sums of programs that share the inner dimension of d_input
     recomputing = WorkspaceModel(fixed, per_row + 4 * padded(1), per_class, 4)
     if stores:
         keeping = WorkspaceModel(fixed, per_row + 4 * (classes + padded(1)), per_class, 0)
-        return choose_plan_a(keeping, recomputing, tokens, classes, budget, float32=True)
-    return choose_chunks(recomputing, tokens, classes, budget)
+        chunks = choose_plan_a(keeping, recomputing, tokens, classes, budget, float32=True)
+        model = keeping if chunks.keeps_logits else recomputing
+    else:
+        chunks, model = choose_chunks(recomputing, tokens, classes, budget), recomputing
+    if not programs or not FLOAT32_BLOCK < chunks.rows < tokens:
+        return chunks
+    rows = chunks.rows - chunks.rows % FLOAT32_BLOCK  # whole tiles
+    return replace(chunks, rows=rows, bytes=model.bytes(rows, chunks.vocab_chunk))

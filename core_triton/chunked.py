@@ -126,12 +126,12 @@ class Tiles(NamedTuple):
         partial: returns the statistics of the tile, and appends its logits to the list `kept` if that is not None.
         d_logits: returns the tile's d_logits, (n, v), as an operand of matmuls, and their sum over rows for d_bias,
             (v,), if needed. It takes the logits from the list `kept`, or computes them if that is None.
-        add_matmul: `problem.add_matmul`, for the matmuls of the gradients.
+        add_matmul: computes the matmuls of the gradients in place of `problem.add_matmul`.
     """
 
     partial: Callable[..., Partial]
     d_logits: Callable[..., tuple[Tensor, Tensor | None]]
-    add_matmul: Callable[..., None] = add_matmul
+    add_matmul: Callable[..., None] | None = None
 
 
 TORCH_TILES = Tiles(_partial, _d_logits)
@@ -263,7 +263,7 @@ def chunk_gradients(
         if sums.d_input is not None:
             starts = d_input is None
             d_input = lse.new_empty((len(x), w.shape[1])) if d_input is None else d_input
-            tiles.add_matmul(d_input, d_logits, w, first=starts)
+            (tiles.add_matmul or add_matmul)(d_input, d_logits, w, first=starts)
         if sums.d_weight is not None:
             sums.d_weight.put_matmul(vocab_chunk, d_logits.T, x_head, head_scale, first=first, add=tiles.add_matmul)
         del w, d_logits  # otherwise they stay alive until those of the next chunk exist

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from core_triton import problem
 from core_triton.launch import cdiv, device_info, launch
+from core_triton.tile_config import FLOAT32_BLOCK, FLOAT32_CAPABILITY
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 32
+BLOCK_K = 32  # inner numbers of a step
 GROUP = 8  # row blocks that are computed with a column block before the next one
-PROGRAMS = 1  # that a multiprocessor runs at a time: with four warps, two would run, but spill registers
 LEAST_INNER = 1024  # of a program, if several share the inner dimension
 PRODUCTS = "bf16x6"
-CAPABILITY = 90  # of the GPUs where they were measured
 
 
 @triton.jit
@@ -84,10 +83,13 @@ def float32_matmul_kernel(
     tl.store(total_ptr, total, mask=inside)
 
 
+def _tiles(rows: int, columns: int) -> int:
+    return cdiv(rows, FLOAT32_BLOCK) * cdiv(columns, FLOAT32_BLOCK)
+
+
 def parts_of(rows: int, columns: int, inner: int, multiprocessors: int) -> int:
     """Returns the number of programs that share the inner dimension of a tile."""
-    tiles = cdiv(rows, BLOCK_M) * cdiv(columns, BLOCK_N)
-    return max(1, min(PROGRAMS * multiprocessors // tiles, inner // LEAST_INNER))
+    return max(1, min(multiprocessors // _tiles(rows, columns), inner // LEAST_INNER))
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
@@ -96,7 +98,7 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     PyTorch multiplies if its settings allow TF32 (`torch.set_float32_matmul_precision`), which is faster.
     """
     capability, multiprocessors, _ = device_info(a.device)
-    if capability != CAPABILITY or torch.get_float32_matmul_precision() != "highest" or not total.numel():
+    if capability != FLOAT32_CAPABILITY or torch.get_float32_matmul_precision() != "highest" or not total.numel():
         problem.add_matmul(total, a, b, first=first)
     elif total.stride(1) != 1 == total.stride(0):
         _launch(total.T, b.T, a.T, multiprocessors, first=first)
@@ -110,7 +112,7 @@ def _launch(total: Tensor, a: Tensor, b: Tensor, multiprocessors: int, *, first:
     written = total if parts == 1 else total.new_empty((parts, rows, columns))
     launch(
         float32_matmul_kernel,
-        (cdiv(rows, BLOCK_M) * cdiv(columns, BLOCK_N), parts),
+        (_tiles(rows, columns), parts),
         a,
         b,
         written,
@@ -124,8 +126,8 @@ def _launch(total: Tensor, a: Tensor, b: Tensor, multiprocessors: int, *, first:
         cdiv(cdiv(inner, BLOCK_K), parts) * BLOCK_K,
         ADDS=parts == 1 and not first,
         EVEN=inner % BLOCK_K == 0,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_M=FLOAT32_BLOCK,
+        BLOCK_N=FLOAT32_BLOCK,
         BLOCK_K=BLOCK_K,
         GROUP=GROUP,
         PRODUCTS=PRODUCTS if a.is_cuda else "ieee",  # the interpreter multiplies in float32

@@ -112,7 +112,7 @@ class ExecutionPlan:
     Args:
         implementation: "triton", "triton_sm80" (on any GPU the kernels for compute capability 8.x) or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
-            logits for the gradients: 4 matmuls. "stored_logits" is for float32: cuBLAS computes the logits, which stay
+            logits for the gradients: 4 matmuls. "stored_logits" is for float32: the logits stay
             in memory between the passes if `chunks.keeps_logits`: 3 matmuls, else 4. "chunked" uses PyTorch operators
             only.
         chunks: the rows of a chunk, and what depends on them.
@@ -144,6 +144,7 @@ class ExecutionPlan:
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
         reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
+        splits_float32: whether `float32_matmuls.py` computes the matmuls, unless PyTorch's settings allow TF32.
         gathering_ranks: ranks that have different tokens, N in all, which they gather chunk by chunk; 0: the call has
             all tokens.
     """
@@ -171,6 +172,7 @@ class ExecutionPlan:
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
     reads_split_head: bool = False
+    splits_float32: bool = False
     gathering_ranks: int = 0
 
     @property
@@ -206,9 +208,9 @@ class ExecutionPlan:
             triton = "Triton's, for compute capability 8.x" if self.pointers else "Triton's, for any GPU"
             family = "Hopper's, in Gluon" if self.hopper else triton
         ours = {
-            "logits": self.tile is not None,
-            "d_input": self.d_input_tiling is not None,
-            "d_weight": self.d_weight_kernel,
+            "logits": self.splits_float32 or self.tile is not None,
+            "d_input": self.splits_float32 or self.d_input_tiling is not None,
+            "d_weight": self.splits_float32 or self.d_weight_kernel,
         }
         text = describe_plan(
             path=self.path,
@@ -531,8 +533,9 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
 
 
 def _stored_plan(key: PlanKey) -> ExecutionPlan:
-    """Returns the plan of a float32 call: cuBLAS computes its logits, and kernels make two passes over them."""
+    """Returns the plan of a float32 call, whose logits are stored, and kernels make two passes over them."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    programs = key.device.multiprocessors if key.device.capability == tile_config.FLOAT32_CAPABILITY else 0
     chunks = choose_stored(
         tokens=tokens,
         hidden=hidden,
@@ -544,9 +547,12 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan:
         copies_rows=not x.gemm_compatible(),
         copied=key.copied_bytes,
         exchanged=_exchanged(key),
+        programs=programs,
         budget=key.memory_budget,
     )
-    return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **_of_call(key))
+    return ExecutionPlan(
+        key.implementation, "stored_logits", chunks, key.device.gpu, splits_float32=programs > 0, **_of_call(key)
+    )
 
 
 def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str | None:

@@ -250,11 +250,11 @@ class ClassSum:
         scale: Tensor | None,
         *,
         first: bool,
-        add: Callable[..., None] = add_matmul,
+        add: Callable[..., None] | None = None,
     ) -> None:
-        """Adds scale * a @ b. `add`: `add_matmul`, or a function with the same arguments."""
+        """Adds scale * a @ b. `add`: computes it in place of `add_matmul`, if scale is None."""
         if scale is None:
-            add(self.sum[vocab_chunk], a, b, first=first and not self.started)
+            (add or add_matmul)(self.sum[vocab_chunk], a, b, first=first and not self.started)
         else:
             self.put(vocab_chunk, float32_matmul(a, b).mul_(scale), first=first)
 

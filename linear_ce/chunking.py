@@ -248,7 +248,7 @@ def choose_saved_rows(
 PATHS = {
     "scaled_exp": "the gradients are matmuls of stored exponentials",
     "recompute": "the gradients compute the logits again",
-    "stored_logits": "a library computes float32 logits, one chunk of rows at a time",
+    "stored_logits": "float32 logits are stored, one chunk of rows at a time",
     "chunked": "no kernels",
 }
 

@@ -243,7 +243,7 @@ def test_float32_logits_of_all_classes_are_stored_on_a_gpu(options: dict[str, An
 def test_explain_says_that_float32_logits_are_stored() -> None:
     x, w = (jax.ShapeDtypeStruct((rows, 896), jnp.float32) for rows in (8192, 151936))
     text = str(explain(x, w, device="h200"))  # pyright: ignore[reportArgumentType]
-    assert "path: stored_logits: a library computes float32 logits, one chunk of rows at a time" in text
+    assert "path: stored_logits: float32 logits are stored, one chunk of rows at a time" in text
     assert "chunks: 16 of up to 512 rows" in text
     assert "matmuls: logits, d_input, d_weight by XLA" in text
 
