@@ -53,6 +53,9 @@ def explained(
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     if torch.compiler.is_compiling():
         return choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
+    for name, array in (("input", input), ("linear_weight", linear_weight)):
+        if not isinstance(array, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(array).__name__}")
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     check_grad_into(grad_into, input, linear_weight, explains=True)
     check_flag("with_entropy", with_entropy)

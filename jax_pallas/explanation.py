@@ -62,9 +62,11 @@ def explained(
 ) -> Explanation:
     """Returns the implementation and the plan of a call: the arguments are those of `linear_ce.explain`."""
     reduction = spec.reduction
+    for name, array in (("input", input), ("linear_weight", linear_weight), ("grad_into", grad_into)):
+        optional = name == "grad_into"
+        if not hasattr(array, "dtype") and not (array is None and optional):
+            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
     rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target
-    if grad_into is not None and not hasattr(grad_into, "dtype"):
-        raise TypeError(f"grad_into must be an array or None, got {type(grad_into).__name__}")
     named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
     infos: dict[str, Any] = {
         name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None

@@ -33,13 +33,13 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_pallas import elementwise, ops, row_math, saved_ops, token_ops
-from jax_pallas.arguments import Call, check_per_token, prepare
+from jax_pallas.arguments import Call, check_are_arrays, check_per_token, prepare
 from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
 from jax_pallas.options import TokenOptions
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_integers
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -613,7 +613,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         ignore_index: the only value outside [0, vocab_size) that is allowed.
 
     Raises:
-        TypeError: target is traced, and so has no values yet.
+        TypeError: target is traced, and so has no values yet, or is not an array of integers.
         ValueError: names how many there are, and the first positions with their values.
 
     Example:
@@ -623,6 +623,8 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
     """
     if isinstance(target, jax.core.Tracer):
         raise TypeError("target must be a concrete array, got a tracer: call check_targets outside jit, grad and vmap")
+    check_are_arrays({"target": target})
+    check_integers("target", str(target.dtype))
     values = np.asarray(target)
     bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = np.argwhere(bad)

@@ -8,7 +8,7 @@ An axis of symbolic length (`jax.export`) may be shorter than one slice. There t
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,12 @@ class Slice(NamedTuple):
         if self.size == array.shape[axis]:
             return values
         return lax.dynamic_update_slice_in_dim(array, values, self.start, axis)
+
+    @overload
+    def put_fresh(self, array: Array, values: Array) -> Array: ...
+
+    @overload
+    def put_fresh(self, array: Array | None, values: Array | None) -> Array | None: ...
 
     def put_fresh(self, array: Array | None, values: Array | None) -> Array | None:
         """Writes rows, except those that an earlier slice has written."""

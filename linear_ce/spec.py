@@ -103,8 +103,11 @@ class LossSpec:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
         head_precision = "input" if self.head_precision is None else self.head_precision
         head_precision = check_choice("head_precision", head_precision, HEAD_PRECISIONS)
+        ignore_index = _integer("ignore_index", self.ignore_index)
+        if not -(2**63) <= ignore_index < 2**63:
+            raise ValueError(f"ignore_index must fit int64, got {ignore_index}")
         # Plain Python values, so that equal calls hash and compare equal for all number types.
-        object.__setattr__(self, "ignore_index", _integer("ignore_index", self.ignore_index))
+        object.__setattr__(self, "ignore_index", ignore_index)
         object.__setattr__(self, "label_smoothing", smoothing)
         object.__setattr__(self, "z_loss_weight", z_loss_weight)
         object.__setattr__(self, "softcap", softcap)
@@ -191,8 +194,7 @@ def check_arrays(
         )
     if (vocab < 1 and not classes) or hidden < 1:  # a shard may have no rows
         raise ValueError(f"linear_weight must have at least one row and one column, got {linear_weight.shape}")
-    if not target.dtype.startswith(("int", "uint")):
-        raise TypeError(f"target must have an integer dtype, got {target.dtype}")
+    check_integers("target", target.dtype)
     _check_shape("target", target, input.shape[:-1], "input without its last axis")
     if linear_bias is not None:
         _check_dtype("linear_bias", linear_bias, head_dtypes, f" (input is {input.dtype})")
@@ -222,6 +224,12 @@ def check_arrays(
 def _check_dtype(name: str, array: ArrayInfo, allowed: Sequence[str], why: str = "") -> None:
     if array.dtype not in allowed:
         raise TypeError(f"{name} must be {' or '.join(allowed)}, got {array.dtype}{why}")
+
+
+def check_integers(name: str, dtype: str) -> None:
+    """Raises TypeError unless a dtype, such as "int32", is one of integers."""
+    if not dtype.startswith(("int", "uint")):
+        raise TypeError(f"{name} must have an integer dtype, got {dtype}")
 
 
 def _check_shape(name: str, array: ArrayInfo, expected: tuple[int, ...], what: str) -> None:

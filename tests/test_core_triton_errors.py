@@ -203,6 +203,18 @@ def test_check_targets_takes_a_tensor(target: Any) -> None:
         core_triton.check_targets(target, 2)
 
 
+def test_check_targets_takes_integers() -> None:
+    with pytest.raises(TypeError, match="target must have an integer dtype, got float32"):
+        core_triton.check_targets(torch.zeros(3), 2)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight"])
+def test_explain_takes_tensors(name: str) -> None:
+    arrays: dict[str, Any] = {"input": torch.ones(4, 8), "linear_weight": torch.ones(16, 8)} | {name: [1.0]}
+    with pytest.raises(TypeError, match=f"{name} must be a Tensor, got list"):
+        core_triton.explain(**arrays)
+
+
 def test_check_targets_names_no_more_than_a_few() -> None:
     with pytest.raises(ValueError, match="got 1000 others") as bad:
         core_triton.check_targets(torch.full((1000,), 7), 7)

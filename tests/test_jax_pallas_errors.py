@@ -208,6 +208,23 @@ def test_check_targets_names_the_first_bad_positions() -> None:
         jax.jit(lambda target: check_targets(target, 10))(jnp.zeros(3, int))
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [(jnp.zeros(3), "have an integer dtype, got float32"), ([0, 1], "be an array, got list")],
+    ids=["float32", "list"],
+)
+def test_check_targets_takes_arrays_of_integers(target: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"target must {message}"):
+        check_targets(target, 2)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight"])
+def test_explain_takes_arrays(name: str) -> None:
+    arrays: dict[str, Any] = {"input": jnp.ones((4, 8)), "linear_weight": jnp.ones((16, 8))} | {name: [1.0]}
+    with pytest.raises(TypeError, match=f"{name} must be an array, got list"):
+        explain(**arrays)
+
+
 def test_explain_says_why() -> None:
     arrays = problem()
     name, reason = explain(arrays["input"], arrays["linear_weight"])

@@ -31,6 +31,7 @@ BAD_OPTIONS = [
         for value in ("", False, 0)
     ),
     ({"head_precision": "high"}, ValueError, "head_precision must be one of 'input', 'float32', got 'high'"),
+    ({"ignore_index": 2**63}, ValueError, "ignore_index must fit int64, got 9223372036854775808"),
     ({"ignore_index": None}, TypeError, "ignore_index must be a Python int, got NoneType"),
     ({"ignore_index": False}, TypeError, "ignore_index must be a Python int, got bool"),
 ]
