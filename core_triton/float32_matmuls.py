@@ -95,10 +95,10 @@ def parts_of(rows: int, columns: int, inner: int, multiprocessors: int) -> int:
 def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """Adds a @ b to `total`, or overwrites it if `first`: `problem.add_matmul` for float32 operands on Hopper.
 
-    PyTorch multiplies if its settings allow TF32 (`torch.set_float32_matmul_precision`), which is faster.
+    PyTorch multiplies if its settings allow TF32 (`torch.backends.cuda.matmul.fp32_precision`), which is faster.
     """
     capability, multiprocessors, _ = device_info(a.device)
-    if capability != FLOAT32_CAPABILITY or torch.get_float32_matmul_precision() != "highest" or not total.numel():
+    if capability != FLOAT32_CAPABILITY or torch.backends.cuda.matmul.fp32_precision == "tf32" or not total.numel():
         problem.add_matmul(total, a, b, first=first)
     elif total.stride(1) != 1 == total.stride(0):
         _launch(total.T, b.T, a.T, multiprocessors, first=first)

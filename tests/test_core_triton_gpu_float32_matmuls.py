@@ -15,10 +15,10 @@ SHAPES = [(257, 896, 1000), (300, 20011, 130), (1000, 384, 515)]  # rows, inner 
 
 @pytest.fixture(autouse=True)
 def float32_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.backends.cuda.matmul.fp32_precision = before
 
 
 def matrix(rows: int, columns: int, *, by_columns: bool, exponents: int) -> Tensor:
@@ -64,7 +64,7 @@ def test_infinite_numbers_and_nan_are_where_those_of_cublas_are() -> None:
 def test_tf32_is_that_of_pytorch() -> None:
     a, b = torch.randn(256, 512, device="cuda"), torch.randn(512, 256, device="cuda")
     ours, cublas = (torch.empty(256, 256, device="cuda") for _ in range(2))
-    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     float32_matmuls.add_matmul(ours, a, b, first=True)
     problem.add_matmul(cublas, a, b, first=True)
     assert torch.equal(ours, cublas)
