@@ -39,7 +39,8 @@ FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 
 def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Slice) -> Array:
     """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
     (2)."""
-    return finished_logits(problem, float32_matmul(x, w, (1, 1 - problem.vocab_axis)), vocab_chunk)
+    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis), splits=problem.splits_float32)
+    return finished_logits(problem, logits, vocab_chunk)
 
 
 def finished_logits(problem: Problem, logits: Array, vocab_chunk: Slice) -> Array:
@@ -256,7 +257,8 @@ def chunk_gradients(
             d_bias = vocab_chunk.put(d_bias, vocab_chunk.of(d_bias) + summed)
         if d_rows is not None:
             own = d_logits[: chunk.size, : vocab_chunk.size]
-            d_rows = d_rows + float32_matmul(own, problem.weight_of(vocab_chunk), (1, problem.vocab_axis))
+            w, splits = problem.weight_of(vocab_chunk), problem.splits_float32
+            d_rows = d_rows + float32_matmul(own, w, (1, problem.vocab_axis), splits=splits)
         if d_weight is not None:
             d_weight = tiles.add_d_weight(problem, d_logits, x_head, vocab_chunk, head_scale, d_weight)
         return (d_rows, HeadSums(d_weight, d_bias)), None

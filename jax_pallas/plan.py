@@ -102,6 +102,7 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
+        splits_float32: whether float32 matmuls run on tensor cores: `problem.float32_matmul`.
         why_chunked: why a call with a shard of the vocabulary runs "chunked" and not the kernels, a sentence.
     """
 
@@ -123,6 +124,7 @@ class ExecutionPlan:
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
+    splits_float32: bool = False
     why_chunked: str | None = None
 
     def check_named(self, implementation: str | None) -> None:
@@ -499,7 +501,8 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
     one_tile = chunks.rows >= tokens and chunks.vocab_chunk >= key.classes
     stored = None if one_tile else _stored_chunks(key)
     if stored is not None:
-        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, **_of_call(key))
+        splits = key.device.capability == tile_config.FLOAT32_CAPABILITY
+        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, splits_float32=splits, **_of_call(key))
     return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
 
 

@@ -28,6 +28,9 @@ class TileConfig:
     block_v: int
 
 
+FLOAT32_CAPABILITY = 90  # of the GPUs whose tensor cores multiply float32 numbers: `problem.float32_matmul`
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
