@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from kernels_in_numpy import kernels_in_numpy
 
 DEVICES = 4
 
@@ -43,9 +44,10 @@ def run_named(checks: Mapping[str, Callable[[], None]], devices: int = DEVICES) 
     gc.freeze()  # as in conftest.py, no scan visits what was imported, and scans are rare
     gc.set_threshold(10_000, 10, 100)
     found: dict[str, str] = {}
-    for name in sys.argv[1:]:
-        try:
-            checks[name]()
-        except Exception:  # one failing check must not hide the others
-            found[name] = traceback.format_exc(limit=-5)[-3000:]
+    with kernels_in_numpy():
+        for name in sys.argv[1:]:
+            try:
+                checks[name]()
+            except Exception:  # one failing check must not hide the others
+                found[name] = traceback.format_exc(limit=-5)[-3000:]
     print(json.dumps(found))

@@ -36,12 +36,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 MODELS = ("gemma", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")
 VOCAB, LENGTH = 64, 8
-TOKENS = jax.random.randint(jax.random.key(1), (2, LENGTH), 1, VOCAB)
+# JAX would compile a program for each of these arrays, and `jax.random` two large ones.
+TOKENS = jax.device_put(np.random.default_rng(1).integers(1, VOCAB, (2, LENGTH), np.int32))
 BATCH = {
     "input_tokens": TOKENS,
-    "input_mask": jnp.arange(LENGTH) > jnp.array([[3], [-1]]),
-    "positions": jnp.tile(jnp.arange(LENGTH), (2, 1)),
-    "attention_mask": jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None].repeat(2, 0),
+    "input_mask": jax.device_put(np.arange(LENGTH) > np.array([[3], [-1]])),
+    "positions": jax.device_put(np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))),
+    "attention_mask": jax.device_put(np.tril(np.ones((LENGTH, LENGTH), bool))[None].repeat(2, 0)),
 }
 
 

@@ -42,6 +42,16 @@ def cast(values: Any, dtype: Any) -> Array:
     return jax.device_put(np.asarray(values).astype(dtype))
 
 
+def normal(seed: int, shape: tuple[int, ...]) -> Array:
+    """Returns numbers of the standard normal distribution, which `jax.random` would compile for each shape in 0.3 s."""
+    return cast(np.random.default_rng(seed).standard_normal(shape), np.float32)
+
+
+def integers(seed: int, shape: tuple[int, ...], low: int, high: int) -> Array:
+    """Returns integers from `low` to `high` - 1."""
+    return cast(np.random.default_rng(seed).integers(low, high, shape), np.int32)
+
+
 def replaced(array: Any, index: Any, value: Any) -> Any:
     """Returns `array.at[index].set(value)`, for which JAX would compile several programs for each shape."""
     changed = np.array(array)

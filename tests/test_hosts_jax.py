@@ -28,14 +28,15 @@ from jax_host_stand_ins import (
     installed,
 )
 from jax_hosts import losses_of_steps
+from jax_problem import cast, integers, normal
 
 import jax_pallas
 from jax_pallas import linear_ce
 from jax_pallas.hosts.heads import head_arguments, head_cross_entropy
 
 D, V = 16, 40
-X = jax.random.normal(jax.random.key(0), (2, 6, D))
-TARGET = jax.random.randint(jax.random.key(1), (2, 6), 0, V)
+X = normal(4, (2, 6, D))
+TARGET = integers(1, (2, 6), 0, V)
 CLOSE = partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
@@ -73,7 +74,7 @@ HEADS: dict[str, Callable[[], tuple[Any, Callable[[Any, Array], Array]]]] = {
         lambda head, x: head(x),
     ),
     "nnx.Embed": lambda: (nnx.Embed(V, D, rngs=nnx.Rngs(0)), lambda head, x: head.attend(x)),
-    "nnx.Param": lambda: (nnx.Param(jax.random.normal(jax.random.key(2), (V, D))), lambda head, x: x @ head[...].T),
+    "nnx.Param": lambda: (nnx.Param(normal(2, (V, D))), lambda head, x: x @ head[...].T),
 }
 
 
@@ -131,8 +132,8 @@ def test_a_tied_embedding_within_a_module_of_linen_gets_both_gradients() -> None
 
 @pytest.mark.parametrize("name", ["Linear", "Embedding"])
 def test_a_head_of_equinox_has_the_loss_and_gradients_of_its_logits(name: str) -> None:
-    weight = jax.random.normal(jax.random.key(2), (V, D))
-    bias = jax.random.normal(jax.random.key(3), (V,)) if name == "Linear" else jnp.zeros(V)
+    weight = normal(2, (V, D))
+    bias = normal(3, (V,)) if name == "Linear" else jnp.zeros(V)
 
     def found(weight: Array, bias: Array, x: Array) -> Array:
         return head_cross_entropy(equinox_layer(name, weight, bias if name == "Linear" else None), x, TARGET)
@@ -237,8 +238,8 @@ def test_a_layer_with_a_dtype_computes_in_it() -> None:
 
 
 def test_options_reach_the_loss_and_arrays_have_a_vocab_axis() -> None:
-    kernel = jax.random.normal(jax.random.key(2), (D, V))
-    bias = jax.random.normal(jax.random.key(3), (V,))
+    kernel = normal(2, (D, V))
+    bias = normal(3, (V,))
     options: dict[str, Any] = {"softcap": 5.0, "reduction": "sum", "z_loss_weight": 0.1}
     found = head_cross_entropy(kernel, X, TARGET, vocab_axis=1, linear_bias=bias, **options)
     head = {"kernel": kernel, "bias": bias}
@@ -305,8 +306,8 @@ def test_other_heads_are_refused(head: Any, options: dict[str, Any], error: type
         head_cross_entropy(head(), X, TARGET, **options)
 
 
-TOKENS = jax.random.randint(jax.random.key(4), (3, 7), 0, V)
-MASK = jnp.arange(7) > jnp.arange(3)[:, None]
+TOKENS = integers(4, (3, 7), 0, V)
+MASK = cast(np.arange(7) > np.arange(3)[:, None], bool)
 
 
 def loss_of(output: Any) -> Array:
@@ -459,7 +460,7 @@ def levanter_loss(x: Array, w: Array, **options: Any) -> Any:
 
 
 def test_the_registry_of_levanter_gets_an_implementation_with_the_same_results() -> None:
-    x, w = X.reshape(-1, D), jax.random.normal(jax.random.key(2), (D, V))
+    x, w = X.reshape(-1, D), normal(2, (D, V))
     with installed(*stand_ins.levanter()):
         from jax_pallas.hosts import levanter
 
@@ -510,7 +511,7 @@ def test_the_registry_of_levanter_keeps_its_names_and_its_interface_is_checked()
 def check_levanter_on_devices() -> None:
     """levanter calls its implementation within a `jax.shard_map` that does not track what is the same on devices."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    x, w = X.reshape(-1, D), jax.random.normal(jax.random.key(2), (D, V))
+    x, w = X.reshape(-1, D), normal(2, (D, V))
     weight = jnp.arange(len(x)) % 3 + 1.0
     target = TARGET.reshape(-1)
     with installed(*stand_ins.levanter()):
@@ -536,7 +537,7 @@ MAXTEXT = {
     "tied": {"logits_via_embedding": True, "final_logits_soft_cap": 3.0, "enable_dropout": True},
     "tied, not scaled": {"logits_via_embedding": True, "normalize_embedding_logits": False},
 }
-DATA = {"targets": TARGET, "targets_segmentation": jnp.arange(6) % 3 * jnp.ones((2, 1), int)}
+DATA = {"targets": TARGET, "targets_segmentation": cast(np.arange(6) % 3 * np.ones((2, 1)), np.int32)}
 ONE_DEVICE = jax.make_mesh((1, 1), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -706,8 +707,8 @@ def check_maxtext_on_devices(kind: AxisType, vocab: int = V) -> None:
 def check_sharded_head(kind: AxisType) -> None:
     """Two devices divide the tokens, and two the vocabulary."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
-    kernel = jax.random.normal(jax.random.key(2), (D, V))
-    bias = jax.random.normal(jax.random.key(3), (V,))
+    kernel = normal(2, (D, V))
+    bias = normal(3, (V,))
     placed = [
         jax.device_put(array, NamedSharding(mesh, spec))
         for array, spec in ((kernel, P(None, "model")), (bias, P("model")), (X, P("data")), (TARGET, P("data")))

@@ -16,6 +16,7 @@ import pytest
 from compiling import quick_compilation
 from jax import Array
 from jax_problem import problem, replaced
+from kernels_in_numpy import kernels_in_numpy
 from programs import Printed, each, python, run_checks
 
 from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
@@ -129,5 +130,5 @@ def test_more_checks(name: str, printed: Printed) -> None:
 
 
 if __name__ == "__main__":
-    with quick_compilation():
+    with quick_compilation(), kernels_in_numpy():
         run_checks(CHECKS, sys.argv[1:])

@@ -497,7 +497,7 @@ def check_vocab_errors() -> None:
 
     def raises(message: str, body: Callable[..., Any], error: Any = ValueError) -> None:
         with pytest.raises(error, match=message):
-            body(*given)
+            jax.jit(body).lower(*given)  # eagerly, each operation would be compiled
 
     def refused_call(message: str, **options: Any) -> None:
         raises(message, of_shards(partial(sharded_loss, **options), P(), mesh))
@@ -516,7 +516,7 @@ def check_vocab_errors() -> None:
             whole = (given[0], given[1][:80], given[2], given[3][:80])
             part = tuple(w if spec == P() else g for g, w, spec in zip(given, whole, specs, strict=True))
             with pytest.raises(ValueError, match=message):
-                body(*part)
+                jax.jit(body).lower(*part)
             continue
         varied = [lambda a: a] * 4
         varied[index] = lambda a: jax.lax.pcast(a, ("vocab",), to="varying")

@@ -423,7 +423,7 @@ def check_errors() -> None:
             return linear_cross_entropy(x, w, y, **options)
 
         with pytest.raises(ValueError, match=message):
-            jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P())(x, w, y)
+            jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P())).lower(x, w, y)
 
     divided, both = (FSDP, FSDP, FSDP), ("fsdp", "data")
     refused("gather must be None without vocab_axis_name, got 'head'", divided, gather="head")
