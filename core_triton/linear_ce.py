@@ -35,7 +35,7 @@ from core_triton.explanation import Explanation, explained
 from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
-from linear_ce.spec import HeadPrecision, Reduction, check_integers
+from linear_ce.spec import HeadPrecision, Reduction, check_integer_dtype
 from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 
@@ -573,7 +573,7 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
     """
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
-    check_integers("target", str(target.dtype).removeprefix("torch."))
+    check_integer_dtype("target", str(target.dtype).removeprefix("torch."))
     bad = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     positions = bad.nonzero()
     if len(positions):

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import numbers
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from linear_ce.spec import (
     LossSpec,
     Reduction,
     check_batch_invariant,
+    check_integer,
     check_memory_budget,
     check_saved_budget,
 )
@@ -81,9 +81,7 @@ class LinearCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_classes", num_classes)):
-            if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-                raise TypeError(f"{name} must be a Python int, got {type(size).__name__}")
-            if size < 1:
+            if check_integer(name, size) < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
         self.spec = LossSpec(reduction, *options)

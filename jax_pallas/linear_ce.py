@@ -39,7 +39,7 @@ from jax_pallas.explanation import Explanation, explained
 from jax_pallas.options import TokenOptions
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_integers
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_integer_dtype
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -624,7 +624,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
     if isinstance(target, jax.core.Tracer):
         raise TypeError("target must be a concrete array, got a tracer: call check_targets outside jit, grad and vmap")
     check_are_arrays({"target": target})
-    check_integers("target", str(target.dtype))
+    check_integer_dtype("target", str(target.dtype))
     values = np.asarray(target)
     bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = np.argwhere(bad)

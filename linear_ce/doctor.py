@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from linear_ce.children import started_without_interrupts
 from linear_ce.gpus import known_gpu
 from linear_ce.reference import LossResult, reference_loss, unfused
 from linear_ce.rounding import round_to
@@ -66,8 +67,13 @@ def main(packages: Sequence[str]) -> int:
             continue
         command = [sys.executable, "-c", f"from linear_ce import doctor; raise SystemExit(doctor.report({package!r}))"]
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}  # or JAX takes most of the GPU's memory
-        # In its own session, so that Ctrl-C in a terminal reaches only this process, which then ends the other one.
-        status = subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
+        with started_without_interrupts():
+            process = subprocess.Popen(command, env=environment)
+        try:
+            status = process.wait()
+        finally:
+            process.kill()  # if it still runs, after Ctrl-C
+            process.wait()
         if status:
             print(f"{package}: FAILED, exit status {status}")
         failed |= status != 0

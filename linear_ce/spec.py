@@ -45,7 +45,7 @@ def check_not_negative(name: str, value: Any) -> float:
     return number
 
 
-def _integer(name: str, value: Any) -> int:
+def check_integer(name: str, value: Any) -> int:
     """Returns `value` as an int; names the argument otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a Python int, got {type(value).__name__}")
@@ -98,12 +98,12 @@ class LossSpec:
         softcap = None if self.softcap is None else check_number("softcap", self.softcap)
         if softcap is not None and softcap <= 0.0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
-        vocab_size = None if self.vocab_size is None else _integer("vocab_size", self.vocab_size)
+        vocab_size = None if self.vocab_size is None else check_integer("vocab_size", self.vocab_size)
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
         head_precision = "input" if self.head_precision is None else self.head_precision
         head_precision = check_choice("head_precision", head_precision, HEAD_PRECISIONS)
-        ignore_index = _integer("ignore_index", self.ignore_index)
+        ignore_index = check_integer("ignore_index", self.ignore_index)
         if not -(2**63) <= ignore_index < 2**63:
             raise ValueError(f"ignore_index must fit int64, got {ignore_index}")
         # Plain Python values, so that equal calls hash and compare equal for all number types.
@@ -194,7 +194,7 @@ def check_arrays(
         )
     if (vocab < 1 and not classes) or hidden < 1:  # a shard may have no rows
         raise ValueError(f"linear_weight must have at least one row and one column, got {linear_weight.shape}")
-    check_integers("target", target.dtype)
+    check_integer_dtype("target", target.dtype)
     _check_shape("target", target, input.shape[:-1], "input without its last axis")
     if linear_bias is not None:
         _check_dtype("linear_bias", linear_bias, head_dtypes, f" (input is {input.dtype})")
@@ -226,7 +226,7 @@ def _check_dtype(name: str, array: ArrayInfo, allowed: Sequence[str], why: str =
         raise TypeError(f"{name} must be {' or '.join(allowed)}, got {array.dtype}{why}")
 
 
-def check_integers(name: str, dtype: str) -> None:
+def check_integer_dtype(name: str, dtype: str) -> None:
     """Raises TypeError unless a dtype, such as "int32", is one of integers."""
     if not dtype.startswith(("int", "uint")):
         raise TypeError(f"{name} must have an integer dtype, got {dtype}")
@@ -241,7 +241,7 @@ def check_memory_budget(memory_budget: int | None) -> int:
     """Returns the budget in bytes, 512 MiB for None; raises TypeError or ValueError if it is not a positive int."""
     if memory_budget is None:
         return DEFAULT_MEMORY_BUDGET
-    budget = _integer("memory_budget", memory_budget)
+    budget = check_integer("memory_budget", memory_budget)
     if budget < 1:
         raise ValueError(f"memory_budget must be positive (bytes), got {budget}")
     return budget
@@ -257,7 +257,7 @@ def check_saved_budget(
 ) -> int:
     """Returns the bytes that may be kept for the backward pass; raises TypeError or ValueError if it is not an int of 0
     or more, or not 0 where the reduction or another option allows no saved rows. `grad_into` is whether it is given."""
-    budget = _integer("saved_budget", saved_budget)
+    budget = check_integer("saved_budget", saved_budget)
     if budget < 0:
         raise ValueError(f"saved_budget must not be negative (bytes), got {budget}")
     if budget and grad_into:

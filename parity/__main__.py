@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from linear_ce.children import started_without_interrupts
 from parity import report
 from parity.arrays import make_arrays
 from parity.backends import BACKENDS, FRAMEWORKS, expected_default, installed
@@ -126,10 +127,11 @@ def _compare(names: list[str], options: argparse.Namespace) -> Iterator[tuple[li
         by_framework = {
             framework: [name for name in names if BACKENDS[name].framework == framework] for framework in FRAMEWORKS
         }
-        crews = [
-            [_Worker(mine, Path(folder), job, options) for mine in by_framework.values() if mine]
-            for job in range(options.jobs)
-        ]
+        with started_without_interrupts():
+            crews = [
+                [_Worker(mine, Path(folder), job, options) for mine in by_framework.values() if mine]
+                for job in range(options.jobs)
+            ]
         try:
             for case, workers in zip(select(options.only, options.exhaustive), itertools.cycle(crews), strict=False):
                 want = expected(case, make_arrays(case))
@@ -153,10 +155,7 @@ class _Worker:
         command += ["--distinct"] * (options.backend is None)
         # Both frameworks may share one GPU: JAX must not take its memory ahead of need.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-        # In its own session, so that Ctrl-C in a terminal reaches only the command, which then ends its processes.
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
     def outcome(self, case: Case, name: str) -> dict[str, Any]:
         """Returns the next outcome, with the outputs as arrays; it must be of this case and backend."""

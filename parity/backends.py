@@ -83,14 +83,15 @@ def installed(framework: str) -> bool:
 
 
 def obstacle(name: str) -> str:
-    """Returns why no case of a backend can run on this machine; empty if its implementation supports a small call."""
+    """Returns why no case of a backend can run on this machine; empty if its implementation supports a small bfloat16
+    call."""
     backend = BACKENDS[name]
     if backend.runs_anywhere:
         return ""
     choose = {"torch": _choose_torch, "jax": _choose_jax}[backend.framework]
     try:
         choose(backend.implementation)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         return str(error)
     return ""
 

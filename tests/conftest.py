@@ -78,7 +78,8 @@ QUICKLY_COMPILED = (
 )
 # Programs on a GPU use all optimizations, and so do programs that a test measures or that depend on fused multiply-add.
 WELL_COMPILED = ("_gpu", "_memory", "_sign")
-LOWERED = ("_gpu", "_memory", "_export")  # tests of programs with kernels as Pallas lowers them
+# Tests of programs with kernels as Pallas lowers them, and of what depends on how each operation rounds.
+LOWERED = ("_gpu", "_memory", "_export", "_sign")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,13 +90,19 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     # PyTorch's tests do not need JAX
+    import jax
     from compiling import no_interpreter_before_jax_0_11_2, quick_callbacks, quick_compilation
     from kernels_in_numpy import kernels_in_numpy
 
     compilation = nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation()
-    in_numpy = nullcontext() if name.endswith(LOWERED) else kernels_in_numpy()
+    lowered = name.endswith(LOWERED)
+    in_numpy = nullcontext() if lowered else kernels_in_numpy()
+    if lowered:
+        jax.clear_caches()
     with quick_callbacks(), no_interpreter_before_jax_0_11_2(), compilation, in_numpy:
         yield
+    if lowered:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)

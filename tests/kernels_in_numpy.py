@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import callback as callbacks
+from jax._src.interpreters import mlir as registry
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as mosaic
@@ -39,6 +40,7 @@ def is_scalar(value: Any) -> bool:
 def select(which: Any, *cases: Any) -> Any:
     if is_scalar(which):
         return cases[int(which)]
+    assert len(cases) == 2
     return np.where(which, cases[1], cases[0])
 
 
@@ -69,7 +71,10 @@ def iota(shape: tuple[int, ...], axis: int, dtype: Any) -> np.ndarray:
 
 
 def dot(left: np.ndarray, right: np.ndarray, contract: tuple[int, int], dtype: Any) -> np.ndarray:
-    """Multiplies matrices in float64, so that the bits of a row do not depend on its place, as on a GPU."""
+    """Multiplies matrices in float64, so that the bits of a row do not depend on its place, as on a GPU.
+
+    So sums of products are rounded once. Tests of the errors of such sums use Pallas' own interpreter (conftest.py).
+    """
     left, right = (one.astype(np.float64) for one in (left, right))
     return ((left if contract[0] else left.T) @ (right.T if contract[1] else right)).astype(dtype)
 
@@ -80,38 +85,37 @@ def shift_right_logical(value: Any, places: Any) -> Any:
     return (value.view(unsigned) >> np.asarray(places).astype(unsigned)).view(value.dtype)
 
 
-def inside(ref: np.ndarray, index: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns an index, which NumPy checks for numbers that are too large only."""
+def inside(index: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns an index, of which NumPy checks only that its numbers are not too large."""
     for one in index:
-        assert isinstance(one, slice) or np.min(one) >= 0, "a kernel reads or writes before the beginning of an array"
+        assert not isinstance(one, slice), "a kernel loads or stores a slice: add it here, with a check of its bounds"
+        assert np.min(one) >= 0, "a kernel reads or writes before the beginning of an array"
     return tuple(index)
 
 
 def load(ref: np.ndarray, index: Sequence[Any], mask: Any, other: Any, shape: tuple[int, ...]) -> Any:
     if mask is None:
-        return ref[inside(ref, index)]
+        return ref[inside(index)]
     if is_scalar(mask) and mask:
-        return np.broadcast_to(ref[inside(ref, index)], shape)
-    assert not any(isinstance(one, slice) for one in index), "a masked load of a slice"
+        return np.broadcast_to(ref[inside(index)], shape)
     mask = np.broadcast_to(mask, shape)
     values = np.full(shape, uninitialized(ref.dtype) if other is None else other, ref.dtype)
-    values[mask] = ref[inside_of_mask(ref, index, mask)] if mask.any() else 0
+    values[mask] = ref[inside_of_mask(index, mask)] if mask.any() else 0
     return values
 
 
 def store(ref: np.ndarray, index: Sequence[Any], mask: Any, values: Any) -> None:
     if mask is None or (is_scalar(mask) and mask):
-        ref[inside(ref, index)] = values
+        ref[inside(index)] = values
         return
-    assert not any(isinstance(one, slice) for one in index), "a masked store of a slice"
     shape = np.broadcast_shapes(np.shape(mask), np.shape(values))
     mask = np.broadcast_to(mask, shape)
     if mask.any():
-        ref[inside_of_mask(ref, index, mask)] = np.broadcast_to(values, shape)[mask]
+        ref[inside_of_mask(index, mask)] = np.broadcast_to(values, shape)[mask]
 
 
-def inside_of_mask(ref: np.ndarray, index: Sequence[Any], mask: np.ndarray) -> tuple[Any, ...]:
-    return inside(ref, [np.broadcast_to(one, mask.shape)[mask] for one in index])
+def inside_of_mask(index: Sequence[Any], mask: np.ndarray) -> tuple[Any, ...]:
+    return inside([np.broadcast_to(one, mask.shape)[mask] for one in index])
 
 
 def dynamic_slice(array: np.ndarray, sizes: tuple[int, ...], *starts: Any) -> np.ndarray:
@@ -131,7 +135,7 @@ def call_back(function: Callable[..., Any], types: Sequence[Any], *arguments: An
 
 def raise_to(ref: np.ndarray, index: Sequence[Any], mask: Any, values: Any) -> None:
     assert mask is None, "a masked atomic operation"
-    np.maximum.at(ref, inside(ref, index), values)
+    np.maximum.at(ref, inside(index), values)
 
 
 def uninitialized(dtype: Any) -> Any:
@@ -407,7 +411,9 @@ def function_of(launch: Launch, types: tuple[tuple[tuple[int, ...], Any], ...]) 
     program_ids = [np.array(one, np.int32) for one in product(*map(range, launch.grid))]
 
     def run(*arrays: Any) -> list[np.ndarray]:
-        given = [*map(np.asarray, arrays)]
+        given = [np.asarray(one).view() for one in arrays]
+        for one in given:
+            one.setflags(write=False)
         made: list[np.ndarray] = []
         for number, (shape, dtype) in enumerate(results):
             if number in of_result:  # both have the same memory
@@ -438,13 +444,20 @@ def _lower(context: Any, *leaves: Any, launch: Launch) -> Any:
     )[0]  # fmt: skip
 
 
+def of_type(value: Any, aval: Any) -> Any:
+    """Returns a number or an array, which a callback may have got as a number of Python, in its dtype."""
+    return np.asarray(value, aval.dtype if isinstance(value, int | float) else None)[()]
+
+
 of_thread = lru_cache(maxsize=64)(function_of_jaxpr)
 interpret_mosaic, one_at_a_time = mosaic.interpret_pallas_call, threading.Lock()
 
 
 def _run_thread(jaxpr: Any, constants: Sequence[Any], *arguments: Any) -> None:
     """Runs a thread of a Mosaic kernel."""
-    values = (np.asarray(one)[()] for one in (*constants, *arguments))
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    variables = (*inner.constvars, *inner.invars)
+    values = [of_type(one, of.aval) for one, of in zip((*constants, *arguments), variables, strict=True)]
     try:
         with np.errstate(all="ignore"):
             of_thread(jaxpr, len(constants))(None, *values)
@@ -463,7 +476,7 @@ def _interpret_mosaic(*operands: Any, **options: Any) -> Any:
 
     def run(*arrays: Any) -> list[Any]:
         with one_at_a_time, np.errstate(all="ignore"):
-            return function(None, *(np.asarray(one)[()] for one in arrays))
+            return function(None, *map(of_type, arrays, given))
 
     return callbacks.io_callback(run, shapes, *operands)
 
@@ -471,7 +484,12 @@ def _interpret_mosaic(*operands: Any, **options: Any) -> Any:
 @contextmanager
 def kernels_in_numpy() -> Iterator[None]:
     """Runs kernels on a CPU in NumPy. Pallas' interpreter runs them in programs of several platforms, and where XLA
-    divides a program among devices."""
+    divides a program among devices.
+
+    JAX keeps compiled programs, so call `jax.clear_caches` before and after programs that must not be in NumPy.
+    """
+    rules = registry._platform_specific_lowerings["cpu"]
+    before = rules[triton_launch._launch_p]
     mlir.register_lowering(triton_launch._launch_p, _lower, platform="cpu")
     try:
         with (
@@ -480,5 +498,5 @@ def kernels_in_numpy() -> Iterator[None]:
         ):
             yield
     finally:
-        interpreted = partial(triton_launch._lower, interpret=True)
-        mlir.register_lowering(triton_launch._launch_p, interpreted, platform="cpu")
+        rules[triton_launch._launch_p] = before
+        function_of.cache_clear()

@@ -1,6 +1,8 @@
 """`python -m linear_ce doctor`."""
 
+import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import jax_pallas
 from core_triton import launch
 from linear_ce import doctor
 from linear_ce.__main__ import main
+from linear_ce.children import started_without_interrupts
 
 
 @pytest.mark.parametrize("package", doctor.PACKAGES)
@@ -85,7 +88,8 @@ def test_a_failed_check_and_a_failed_process_are_the_exit_status(
 
     installed: dict[str, Any] = {"jax": "0.11.2"}
     monkeypatch.setattr(doctor, "version_of", installed.get)
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: subprocess.CompletedProcess([], 139))
+    ended = SimpleNamespace(wait=lambda: 139, kill=lambda: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: ended)
     assert main([]) == 1
     printed = capsys.readouterr().out
     assert "linear-ce of a checkout" in printed
@@ -93,9 +97,29 @@ def test_a_failed_check_and_a_failed_process_are_the_exit_status(
     assert "jax_pallas: FAILED, exit status 139" in printed
 
 
-def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+def test_ctrl_c_ends_the_process_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
 
-    monkeypatch.setattr(subprocess, "run", interrupted)
+    def sleeping(*_: Any, **__: Any) -> Any:
+        process = start([sys.executable, "-c", "import time; time.sleep(60)"])
+        started.append(process)
+        waits = iter([KeyboardInterrupt])
+
+        def wait() -> int:
+            for interrupt in waits:
+                raise interrupt
+            return process.wait()
+
+        return SimpleNamespace(wait=wait, kill=process.kill)
+
+    monkeypatch.setattr(subprocess, "Popen", sleeping)
     assert main([]) == 130
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def test_children_that_the_command_ends_ignore_ctrl_c() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with started_without_interrupts():
+        child = subprocess.Popen([sys.executable, "-c", "import signal; print(signal.getsignal(2))"], stdout=-1)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert child.communicate()[0] == b"1\n"  # SIG_IGN

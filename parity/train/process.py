@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from linear_ce.children import started_without_interrupts
 from parity.train import jax_run, torch_run
 from parity.train.problem import Problem, load, save
 from parity.train.run import CURVES, Run
@@ -35,16 +36,16 @@ def run_all(problem: Problem, folder: Path) -> Iterator[tuple[str, Run | str]]:
     save(problem, folder / "problem.npz")
     # Both frameworks may share one GPU: JAX must not take its memory ahead of need.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-    processes = {
-        framework: subprocess.Popen(
-            [sys.executable, "-m", "parity.train.process", framework, "--folder", str(folder)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,  # so that Ctrl-C in a terminal reaches only the command, which ends them
-        )
-        for framework in RUNNERS
-    }
+    with started_without_interrupts():
+        processes = {
+            framework: subprocess.Popen(
+                [sys.executable, "-m", "parity.train.process", framework, "--folder", str(folder)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for framework in RUNNERS
+        }
     try:
         for name, curve in CURVES.items():
             process = processes[curve.framework]
