@@ -28,9 +28,8 @@ class Stopped(Exception):
 
 def check_writable(folder: Path) -> None:
     """Raises RunError unless files can be written to a folder, which is created later if it does not exist."""
-    existing = next(
-        path for path in (folder, *folder.parents) if os.path.exists(path)
-    )  # False below a folder that may not be searched
+    # os.path.exists is False below a folder that may not be searched, where Path.exists raises an error.
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise RunError(f"cannot write {folder}: {existing} is not a folder to which you may write")
 

@@ -87,9 +87,7 @@ def shift_right_logical(value: Any, places: Any) -> Any:
 
 def inside(index: Sequence[Any]) -> tuple[Any, ...]:
     """Returns an index, of which NumPy checks only that its numbers are not too large."""
-    for one in index:
-        assert not isinstance(one, slice), "a kernel loads or stores a slice: add it here, with a check of its bounds"
-        assert np.min(one) >= 0, "a kernel reads or writes before the beginning of an array"
+    assert all(np.min(one) >= 0 for one in index), "a kernel reads or writes before the beginning of an array"
     return tuple(index)
 
 
@@ -336,8 +334,7 @@ class Lines:
         self.add(indent, f"{function}({ref}, {index}, {mask}, {values})")
 
     def index(self, one: Any) -> str:
-        if hasattr(one, "stride"):
-            return f"slice({one.start}, {one.start} + {one.size * one.stride}, {one.stride})"
+        assert not hasattr(one, "stride"), "a kernel loads or stores a slice: add it, with a check of its bounds"
         return self.constant(np.int32(one)) if isinstance(one, int) else str(one)
 
     def scan(self, equation: Any, given: list[str], parameters: Any, indent: int) -> None:

@@ -13,6 +13,7 @@ config before anything is allocated, and a tensor with NaN or inf is an error.
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -401,9 +402,9 @@ def save(
 
 def check_new_folder(folder: Path) -> None:
     """Raises RunError unless a folder is empty or can be created, so that a model can be saved to it."""
-    check_writable(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} already exists and is not an empty folder; choose another")
+    check_writable(folder)
 
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:
