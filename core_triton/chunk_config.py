@@ -7,7 +7,7 @@ They determine speed and memory. They change results only by rounding.
 from dataclasses import replace
 from typing import Any
 
-from core_triton.tile_config import FLOAT32_BLOCK, padded
+from core_triton.tile_config import FLOAT32_BLOCK, FLOAT32_WAVES, padded
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 
@@ -145,7 +145,8 @@ def choose_stored(
     per_row = 4 * hidden * (second + copies_rows + d_input) + 128 + exchanged
     per_class = 4 * hidden * copies_head + 32
     fixed = 64 * tokens + 8 * classes + 4096 + copied
-    fixed += 4 * FLOAT32_BLOCK**2 * programs  # the sums of programs that share the inner dimension of d_input
+    # The sums of programs that share the inner dimension.
+    fixed += 4 * FLOAT32_BLOCK**2 * FLOAT32_WAVES * programs
     recomputing = WorkspaceModel(fixed, per_row + 4 * padded(1), per_class, 4)
     if stores:
         keeping = WorkspaceModel(fixed, per_row + 4 * (classes + padded(1)), per_class, 0)
@@ -155,5 +156,7 @@ def choose_stored(
         chunks, model = choose_chunks(recomputing, tokens, classes, budget), recomputing
     if not programs or not FLOAT32_BLOCK < chunks.rows < tokens:
         return chunks
-    rows = chunks.rows - chunks.rows % FLOAT32_BLOCK  # whole tiles
+    most = model.rows_within(budget, chunks.vocab_chunk) // FLOAT32_BLOCK  # whole tiles, in chunks of about equal rows
+    tiles = -(-tokens // FLOAT32_BLOCK)
+    rows = -(-tiles // -(-tiles // most)) * FLOAT32_BLOCK
     return replace(chunks, rows=rows, bytes=model.bytes(rows, chunks.vocab_chunk))

@@ -1,11 +1,18 @@
 """Matmuls of float32 operands on tensor cores, with the precision of float32.
 
-A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110. Of the nine
-products of their parts the six largest are added up. The others are less than 2**-25 of the product, where float32
-rounds to 2**-24. Tensor cores add up the products of one step of the inner dimension. The steps are added in float32.
+Each number is split into parts of fewer bits, and products of parts are added up. float32 rounds to 2**-24.
 
-Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-Computations (2019). Triton's compiler splits the operands.
+- "bf16x6": three bfloat16 numbers of 8 bits each, but for numbers below 2**-110. Of the nine products the six largest
+  are added up. The others are less than 2**-25 of the product of the numbers.
+- "tf32x3": two TF32 numbers of 11 bits each. With the sign of the second one they hold 23 of 24 bits. Of the four
+  products the three largest are added up. The other one is at most 2**-24 of the product. The GPU reads such operands
+  only if they are contiguous along the inner dimension.
+
+Tensor cores add up the products of one step of the inner dimension. The steps are added in float32.
+
+Methods: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+Computations (2019); Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+theoretical peak performance (2022). Triton's compiler splits the operands.
 """
 
 import torch
@@ -15,12 +22,11 @@ from torch import Tensor
 
 from core_triton import problem
 from core_triton.launch import cdiv, device_info, launch
-from core_triton.tile_config import FLOAT32_BLOCK, FLOAT32_CAPABILITY
+from core_triton.tile_config import FLOAT32_BLOCK, FLOAT32_CAPABILITY, FLOAT32_WAVES
 
-BLOCK_K = 32  # inner numbers of a step
+BLOCK_K = 64  # inner numbers of a step
 GROUP = 8  # row blocks that are computed with a column block before the next one
 LEAST_INNER = 1024  # of a program, if several share the inner dimension
-PRODUCTS = "bf16x6"
 
 
 @triton.jit
@@ -83,13 +89,20 @@ def float32_matmul_kernel(
     tl.store(total_ptr, total, mask=inside)
 
 
+def products_of(a_inner: int, b_inner: int) -> str:
+    """Returns into which parts operands with these strides along the inner dimension are split."""
+    return "tf32x3" if a_inner == b_inner == 1 else "bf16x6"
+
+
 def _tiles(rows: int, columns: int) -> int:
     return cdiv(rows, FLOAT32_BLOCK) * cdiv(columns, FLOAT32_BLOCK)
 
 
-def parts_of(rows: int, columns: int, inner: int, multiprocessors: int) -> int:
-    """Returns the number of programs that share the inner dimension of a tile."""
-    return max(1, min(multiprocessors // _tiles(rows, columns), inner // LEAST_INNER))
+def parts_of(rows: int, columns: int, inner: int, programs: int) -> int:
+    """Returns the number of programs that share the inner dimension of a tile, so that they are about whole waves."""
+    tiles = _tiles(rows, columns)
+    most = max(1, min(FLOAT32_WAVES * programs // tiles, inner // LEAST_INNER))
+    return min(range(1, most + 1), key=lambda parts: cdiv(tiles * parts, programs) / parts)
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
@@ -130,10 +143,13 @@ def _launch(total: Tensor, a: Tensor, b: Tensor, multiprocessors: int, *, first:
         BLOCK_N=FLOAT32_BLOCK,
         BLOCK_K=BLOCK_K,
         GROUP=GROUP,
-        PRODUCTS=PRODUCTS if a.is_cuda else "ieee",  # the interpreter multiplies in float32
+        PRODUCTS=products_of(a.stride(1), b.stride(0))
+        if a.is_cuda
+        else "ieee",  # the interpreter multiplies in float32
         num_warps=8,
         num_stages=3,
     )
     if parts > 1:
-        summed = written.sum(0)
-        total.copy_(summed if first else summed.add_(total))
+        if not first:
+            written[0] += total
+        torch.sum(written, 0, out=total)

@@ -144,7 +144,8 @@ class ExecutionPlan:
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
         reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
-        splits_float32: whether `float32_matmuls.py` computes the matmuls, unless PyTorch's settings allow TF32.
+        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, unless PyTorch's settings allow TF32; 0:
+            PyTorch computes all matmuls of float32.
         gathering_ranks: ranks that have different tokens, N in all, which they gather chunk by chunk; 0: the call has
             all tokens.
     """
@@ -172,7 +173,7 @@ class ExecutionPlan:
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
     reads_split_head: bool = False
-    splits_float32: bool = False
+    float32_programs: int = 0
     gathering_ranks: int = 0
 
     @property
@@ -207,10 +208,11 @@ class ExecutionPlan:
         if self.tile is not None:
             triton = "Triton's, for compute capability 8.x" if self.pointers else "Triton's, for any GPU"
             family = "Hopper's, in Gluon" if self.hopper else triton
+        float32 = self.float32_programs > 0
         ours = {
-            "logits": self.splits_float32 or self.tile is not None,
-            "d_input": self.splits_float32 or self.d_input_tiling is not None,
-            "d_weight": self.splits_float32 or self.d_weight_kernel,
+            "logits": float32 or self.tile is not None,
+            "d_input": float32 or self.d_input_tiling is not None,
+            "d_weight": float32 or self.d_weight_kernel,
         }
         text = describe_plan(
             path=self.path,
@@ -550,9 +552,8 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan:
         programs=programs,
         budget=key.memory_budget,
     )
-    return ExecutionPlan(
-        key.implementation, "stored_logits", chunks, key.device.gpu, splits_float32=programs > 0, **_of_call(key)
-    )
+    of_call = {"float32_programs": programs, **_of_call(key)}
+    return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **of_call)
 
 
 def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str | None:

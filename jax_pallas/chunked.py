@@ -39,7 +39,7 @@ FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 
 def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Slice) -> Array:
     """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
     (2)."""
-    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis), splits=problem.splits_float32)
+    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis), programs=problem.float32_programs)
     return finished_logits(problem, logits, vocab_chunk)
 
 
@@ -257,8 +257,8 @@ def chunk_gradients(
             d_bias = vocab_chunk.put(d_bias, vocab_chunk.of(d_bias) + summed)
         if d_rows is not None:
             own = d_logits[: chunk.size, : vocab_chunk.size]
-            w, splits = problem.weight_of(vocab_chunk), problem.splits_float32
-            d_rows = d_rows + float32_matmul(own, w, (1, problem.vocab_axis), splits=splits)
+            w, programs = problem.weight_of(vocab_chunk), problem.float32_programs
+            d_rows = float32_matmul(own, w, (1, problem.vocab_axis), total=d_rows, programs=programs)
         if d_weight is not None:
             d_weight = tiles.add_d_weight(problem, d_logits, x_head, vocab_chunk, head_scale, d_weight)
         return (d_rows, HeadSums(d_weight, d_bias)), None

@@ -102,7 +102,8 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
-        splits_float32: whether float32 matmuls run on tensor cores: `problem.float32_matmul`.
+        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, unless `jax.default_matmul_precision` is
+            set; 0: XLA computes all matmuls of float32.
         why_chunked: why a call with a shard of the vocabulary runs "chunked" and not the kernels, a sentence.
     """
 
@@ -124,7 +125,7 @@ class ExecutionPlan:
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
-    splits_float32: bool = False
+    float32_programs: int = 0
     why_chunked: str | None = None
 
     def check_named(self, implementation: str | None) -> None:
@@ -162,7 +163,12 @@ class ExecutionPlan:
         family = None
         if self.has_kernels:
             family = "Hopper's, in Mosaic" if self.hopper else "Pallas' Triton backend's"
-        ours = {"logits": self.has_kernels, "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
+        float32 = self.float32_programs > 0
+        ours = {
+            "logits": float32 or self.has_kernels,
+            "d_input": float32 or self.d_input_kernel,
+            "d_weight": float32 or self.d_weight_kernel,
+        }
         return describe_plan(
             path=self.path,
             kernels=family,
@@ -501,8 +507,11 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
     one_tile = chunks.rows >= tokens and chunks.vocab_chunk >= key.classes
     stored = None if one_tile else _stored_chunks(key)
     if stored is not None:
-        splits = key.device.capability == tile_config.FLOAT32_CAPABILITY
-        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, splits_float32=splits, **_of_call(key))
+        programs = 0
+        if key.device.capability == tile_config.FLOAT32_CAPABILITY:
+            programs = key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors
+        of_call = {"float32_programs": programs, **_of_call(key)}
+        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, **of_call)
     return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
 
 

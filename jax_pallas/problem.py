@@ -67,8 +67,8 @@ class Problem:
         return self.linear_weight.dtype != self.input.dtype
 
     @property
-    def splits_float32(self) -> bool:
-        return self.plan is not None and self.plan.splits_float32
+    def float32_programs(self) -> int:
+        return 0 if self.plan is None else self.plan.float32_programs
 
     @property
     def local_classes(self) -> int:
@@ -198,26 +198,32 @@ class SavedRows(NamedTuple):
     unit_scale: Array | None = None
 
 
-def float32_matmul(a: Array, b: Array, contract: tuple[int, int], *, splits: bool = False) -> Array:
+def float32_matmul(
+    a: Array, b: Array, contract: tuple[int, int], *, total: Array | None = None, programs: int = 0
+) -> Array:
     """Returns the matmul of a and b, contracted over one axis of each, in float32 with float32 accumulation.
 
-    float32 operands mean float32 matmuls, not TF32, unless `jax.default_matmul_precision` asks for less. `splits`: they
-    run on tensor cores, with the precision of float32: each number is the sum of three bfloat16 numbers of 8 bits, but
-    for numbers below 2**-110. XLA adds up the six largest of the nine products of their parts. The others are less than
-    2**-25 of the product, where float32 rounds to 2**-24.
+    float32 operands mean float32 matmuls, not TF32, unless `jax.default_matmul_precision` is set.
 
-    Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-    Computations (2019).
+    Args:
+        a, b: matrices of one dtype.
+        contract: the axis of each.
+        total: a matrix that the result is added to, or None.
+        programs: of `float32_matmuls.py` that the GPU runs at a time; 0: XLA multiplies float32 operands.
     """
     exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
-    highest = lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if splits else lax.Precision.HIGHEST
-    return lax.dot_general(
+    if exact and programs:
+        from jax_pallas import float32_matmuls  # Pallas is imported only for its kernels
+
+        return float32_matmuls.add_matmul(total, a, b, contract, programs=programs)
+    product = lax.dot_general(
         a,
         b,
         (((contract[0],), (contract[1],)), ((), ())),
-        precision=highest if exact else None,
+        precision=lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
+    return product if total is None else total + product
 
 
 def rounded(w: Array, dtype: Any) -> Array:
@@ -239,12 +245,13 @@ def add_d_weight(
 ) -> Array:
     """Returns d_weight with scale * d_logits^T x added to its vocabulary chunk, of d_logits (n, v) and x (n, D); None
     is 1."""
-    axis, splits = problem.vocab_axis, problem.splits_float32
+    axis, old = problem.vocab_axis, vocab_chunk.of(d_weight, problem.vocab_axis)
     a, b = (d_logits, x) if axis == 0 else (x, d_logits)
-    update = float32_matmul(a, b, (0, 0), splits=splits)
-    if scale is not None:
-        update = update * scale
-    return vocab_chunk.put(d_weight, vocab_chunk.of(d_weight, axis) + update, axis)
+    if scale is None:
+        added = float32_matmul(a, b, (0, 0), total=old, programs=problem.float32_programs)
+    else:
+        added = old + float32_matmul(a, b, (0, 0)) * scale
+    return vocab_chunk.put(d_weight, added, axis)
 
 
 class HeadSums(NamedTuple):

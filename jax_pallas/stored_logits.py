@@ -37,7 +37,7 @@ def _logits(problem: Problem, x: Array, vocab_chunk: Slice) -> Array:
     if problem.spec.softcap is None and not (scaled and problem.linear_bias is not None):
         logits = logits_tile(problem, x, w, vocab_chunk)  # cuBLAS multiplies, or adds the bias
         return lax.optimization_barrier(logits) if scaled else logits  # as in `chunked.py`
-    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis), splits=problem.splits_float32)
+    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis), programs=problem.float32_programs)
     return _replaced(logits, lambda logits, rows: finished_logits(problem, logits, vocab_chunk))
 
 

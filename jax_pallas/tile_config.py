@@ -28,7 +28,11 @@ class TileConfig:
     block_v: int
 
 
-FLOAT32_CAPABILITY = 90  # of the GPUs whose tensor cores multiply float32 numbers: `problem.float32_matmul`
+# `float32_matmuls.py`: rows and columns of a tile; the waves of programs that share the inner dimension, at most; the
+# compute capability of the GPUs where it runs.
+FLOAT32_BLOCK = 128
+FLOAT32_WAVES = 3
+FLOAT32_CAPABILITY = 90
 
 
 def cdiv(a: int, b: int) -> int:

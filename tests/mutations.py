@@ -927,7 +927,7 @@ STORED_LOGITS = (
     Mutation("core_triton/float32_matmuls.py", "min(first + part_inner, inner)", "first + part_inner", FLOAT32_MATMULS),
     Mutation("core_triton/float32_matmuls.py", "EVEN=inner % BLOCK_K == 0", "EVEN=True", FLOAT32_MATMULS),
     Mutation("core_triton/float32_matmuls.py", "ADDS=parts == 1 and not first", "ADDS=not first", FLOAT32_MATMULS),
-    Mutation("core_triton/float32_matmuls.py", "summed.add_(total))", "summed)", FLOAT32_MATMULS),
+    Mutation("core_triton/float32_matmuls.py", "written[0] += total", "written[0] -= total", FLOAT32_MATMULS),
     Mutation("core_triton/float32_matmuls.py", "total.T, b.T, a.T", "total.T, a.T, b.T", FLOAT32_MATMULS),
     Mutation("core_triton/stored_logits.py", "kept.append(logits)", "kept.append(logits.clone().mul_(1.01))", EDGES),
     Mutation(

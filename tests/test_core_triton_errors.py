@@ -356,7 +356,7 @@ def test_float32_matmuls_are_those_of_cublas_where_tensor_cores_are_not_faster()
     rows = {}
     for device in ("h100", "a100"):
         explained = core_triton.explain(x, w, device=device)
-        maker = "our kernels" if explained.plan.splits_float32 else "cuBLAS"
+        maker = "our kernels" if explained.plan.float32_programs else "cuBLAS"
         assert f"matmuls: logits, d_input, d_weight by {maker}" in str(explained)
         rows[maker] = explained.plan.chunk_config.rows
     assert rows == {"our kernels": 768, "cuBLAS": 832}  # whole tiles; equal chunks

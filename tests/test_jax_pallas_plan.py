@@ -245,7 +245,7 @@ def test_explain_says_that_float32_logits_are_stored() -> None:
     text = str(explain(x, w, device="h200"))  # pyright: ignore[reportArgumentType]
     assert "path: stored_logits: float32 logits are stored, one chunk of rows at a time" in text
     assert "chunks: 16 of up to 512 rows" in text
-    assert "matmuls: logits, d_input, d_weight by XLA" in text
+    assert "matmuls: logits, d_input, d_weight by our kernels" in text
 
 
 def test_the_budget_that_an_error_names_is_enough() -> None:
