@@ -144,8 +144,9 @@ class ExecutionPlan:
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
         reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
-        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, unless PyTorch's settings allow TF32; 0:
-            PyTorch computes all matmuls of float32.
+        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, a wave; 0: PyTorch multiplies float32
+            operands, as it does if its settings allow TF32.
+        float32_waves: of these programs that share the inner dimension of tiles, at most.
         gathering_ranks: ranks that have different tokens, N in all, which they gather chunk by chunk; 0: the call has
             all tokens.
     """
@@ -174,6 +175,7 @@ class ExecutionPlan:
     batch_invariant: bool = False
     reads_split_head: bool = False
     float32_programs: int = 0
+    float32_waves: int = 0
     gathering_ranks: int = 0
 
     @property
@@ -538,7 +540,7 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a float32 call, whose logits are stored, and kernels make two passes over them."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     programs = key.device.multiprocessors if key.device.capability == tile_config.FLOAT32_CAPABILITY else 0
-    chunks = choose_stored(
+    chunks, waves = choose_stored(
         tokens=tokens,
         hidden=hidden,
         classes=key.classes,
@@ -552,7 +554,7 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan:
         programs=programs,
         budget=key.memory_budget,
     )
-    of_call = {"float32_programs": programs, **_of_call(key)}
+    of_call = {"float32_programs": programs, "float32_waves": waves, **_of_call(key)}
     return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **of_call)
 
 

@@ -252,7 +252,7 @@ class ClassSum:
         first: bool,
         add: Callable[..., None] | None = None,
     ) -> None:
-        """Adds scale * a @ b. `add`: computes it in place of `add_matmul`, if scale is None."""
+        """Adds scale * a @ b, by `add` in place of `add_matmul` if scale is None."""
         if scale is None:
             (add or add_matmul)(self.sum[vocab_chunk], a, b, first=first and not self.started)
         else:

@@ -1,18 +1,11 @@
 """Matmuls of float32 operands on tensor cores, with the precision of float32.
 
-Each number is split into parts of fewer bits, and products of parts are added up. float32 rounds to 2**-24.
+A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110. Of the nine
+products of their parts the six largest are added up. The others are less than 2**-25 of the product, where float32
+rounds to 2**-24. Tensor cores add up the products of one step of the inner dimension. The steps are added in float32.
 
-- BF16_BF16_F32_X6: three bfloat16 numbers of 8 bits each, but for numbers below 2**-110. Of the nine products the six
-  largest are added up. The others are less than 2**-25 of the product of the numbers.
-- TF32_TF32_F32_X3: two TF32 numbers of 11 bits each. With the sign of the second one they hold 23 of 24 bits. Of the
-  four products the three largest are added up. The other one is at most 2**-24 of the product. The GPU reads such
-  operands only if they are contiguous along the inner dimension.
-
-Tensor cores add up the products of one step of the inner dimension. The steps are added in float32.
-
-Methods: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-Computations (2019); Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores while surpassing the FP32
-theoretical peak performance (2022). Pallas' Triton backend splits the operands.
+Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+Computations (2019).
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from jax_pallas.tile_config import FLOAT32_BLOCK, FLOAT32_WAVES, cdiv
 from jax_pallas.triton_launch import arange, load, run, store
@@ -46,8 +40,8 @@ class Float32Matmul(NamedTuple):
         return cdiv(cdiv(self.inner, self.block_k), self.parts)
 
 
-def float32_matmul_kernel(matmul: Float32Matmul, a_ref: Any, b_ref: Any, *total_refs: Any) -> None:
-    """Writes a tile of a @ b, (rows, columns) float32, or adds it to the first of two total_refs.
+def float32_matmul_kernel(matmul: Float32Matmul, a_ref: Any, b_ref: Any, added_ref: Any, total_ref: Any) -> None:
+    """Writes a tile of a @ b, (rows, columns) float32, plus that of `added_ref` if this is not None.
 
     Programs of axis 1 have other parts of the inner dimension, and write matrices below each other.
     """
@@ -69,8 +63,7 @@ def float32_matmul_kernel(matmul: Float32Matmul, a_ref: Any, b_ref: Any, *total_
         b_mask = _both(None if k_inside is None else k_inside[:, None], n_inside)
         a = load(a_ref, *(a_index if a_axis == 1 else a_index[::-1]), mask=a_mask)
         b = load(b_ref, *(b_index if b_axis == 0 else b_index[::-1]), mask=b_mask)
-        contract = (((1,), (0,)), ((), ()))
-        return total + lax.dot_general(a, b, contract, products_of(a_axis, b_axis), preferred_element_type=jnp.float32)
+        return total + product(a, b)
 
     steps = matmul.steps
     if matmul.parts > 1:
@@ -78,9 +71,9 @@ def float32_matmul_kernel(matmul: Float32Matmul, a_ref: Any, b_ref: Any, *total_
     total = lax.fori_loop(0, steps, step, jnp.zeros((block, block), jnp.float32))
     inside = _both(m_inside, n_inside)
     inside = jnp.full((block, block), True) if inside is None else jnp.broadcast_to(inside, (block, block))
-    if len(total_refs) > 1:
-        total = total + load(total_refs[0], m, n, mask=inside)
-    store(total_refs[-1], pl.program_id(1) * rows + m, n, values=total, mask=inside)
+    if added_ref is not None:
+        total = total + load(added_ref, m, n, mask=inside)
+    store(total_ref, pl.program_id(1) * rows + m, n, values=total, mask=inside)
 
 
 def _both(a: Array | None, b: Array | None) -> Array | None:
@@ -89,41 +82,72 @@ def _both(a: Array | None, b: Array | None) -> Array | None:
     return a & b
 
 
-def products_of(a_axis: int, b_axis: int) -> lax.DotAlgorithmPreset:
-    """Returns into which parts operands that are contracted over these axes are split."""
-    presets = lax.DotAlgorithmPreset
-    return presets.TF32_TF32_F32_X3 if a_axis == b_axis == 1 else presets.BF16_BF16_F32_X6
+def product(a: Array, b: Array) -> Array:
+    """Returns a @ b of float32 tiles, with float32 accumulation.
+
+    The compiler keeps the parts of `a` in registers only if each has a single use. Otherwise they go through shared
+    memory, and the kernel takes a fifth longer. So `a` is split again for each product. The comment in the assembly
+    keeps the compiler from merging equal parts.
+    """
+
+    def split(x: Array) -> tuple[Array, ...]:
+        high = x.astype(jnp.bfloat16)
+        rest = x - high.astype(jnp.float32)
+        middle = rest.astype(jnp.bfloat16)
+        return high, middle, (rest - middle.astype(jnp.float32)).astype(jnp.bfloat16)
+
+    b_parts, total = split(b), jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+    for number, (of_a, of_b) in enumerate(((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))):  # the smallest first
+        if (of_a, of_b) == (0, 0):  # of infinite numbers, the other products are NaN
+            total = jnp.where(total == total, total, 0.0)
+        (copy,) = plgpu.elementwise_inline_asm(
+            f"mov.b32 $0, $1;  // {number}",
+            args=[a],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, a.dtype)],
+        )
+        contract = (((1,), (0,)), ((), ()))
+        part = split(copy)[of_a]
+        total = total + lax.dot_general(part, b_parts[of_b], contract, preferred_element_type=jnp.float32)
+    return total
 
 
 def _tiles(rows: int, columns: int) -> int:
     return cdiv(rows, FLOAT32_BLOCK) * cdiv(columns, FLOAT32_BLOCK)
 
 
-def parts_of(rows: int, columns: int, inner: int, programs: int) -> int:
-    """Returns the number of programs that share the inner dimension of a tile, so that they are about whole waves."""
+def parts_of(rows: int, columns: int, inner: int, programs: int, waves: int) -> int:
+    """Returns the number of programs that share the inner dimension of a tile, so that they are about whole waves. 0: a
+    library's GEMM is faster, because the inner dimension is long and there would be few programs.
+
+    Args:
+        rows, columns, inner: sizes, of which none is 0.
+        programs: that the GPU runs at a time: a wave.
+        waves: of programs that share the inner dimension, at most.
+    """
     tiles = _tiles(rows, columns)
-    most = max(1, min(FLOAT32_WAVES * programs // tiles, inner // LEAST_INNER))
-    return min(range(1, most + 1), key=lambda parts: cdiv(tiles * parts, programs) / parts)
+    most = max(1, min(waves * programs // tiles, inner // LEAST_INNER))
+    parts = min(range(1, most + 1), key=lambda parts: cdiv(tiles * parts, programs) / parts)
+    return 0 if inner >= 2 * LEAST_INNER and 2 * tiles * parts < programs else parts
 
 
-def add_matmul(total: Array | None, a: Array, b: Array, contract: tuple[int, int], *, programs: int) -> Array:
-    """Returns total + the matmul of a and b, contracted over one axis of each: `problem.float32_matmul` on Hopper.
+def add_matmul(total: Array | None, a: Array, b: Array, contract: tuple[int, int], *, programs: int) -> Array | None:
+    """Returns total + the matmul of a and b, contracted over one axis of each, or None if XLA should multiply.
 
     Args:
         total: float32, or None for 0.
+        contract: an axis of each operand.
         programs: that the GPU runs at a time.
     """
-    rows, columns = a.shape[1 - contract[0]], b.shape[1 - contract[1]]
-    inner = a.shape[contract[0]]
-    if 0 in (rows, columns, inner):
-        return jnp.zeros((rows, columns), jnp.float32) if total is None else total
-    parts = parts_of(rows, columns, inner, programs)
+    rows, columns, inner = a.shape[1 - contract[0]], b.shape[1 - contract[1]], a.shape[contract[0]]
+    parts = parts_of(rows, columns, inner, programs, FLOAT32_WAVES) if rows * columns * inner else 0
+    if not parts:
+        return None
     matmul = Float32Matmul(rows, columns, inner, contract, parts, FLOAT32_BLOCK, BLOCK_K)
-    result = jax.ShapeDtypeStruct((parts * rows, columns), jnp.float32)
-    adds = parts == 1 and total is not None
-    operands = (a, b, total) if adds else (a, b)
-    grid = (_tiles(rows, columns), parts)
-    written = run(float32_matmul_kernel, matmul, operands, result, grid, in_place=int(adds))
+    added, grid = total if parts == 1 else None, (_tiles(rows, columns), parts)
+    results = (jax.ShapeDtypeStruct((parts * rows, columns), jnp.float32),)
+    (written,) = run(float32_matmul_kernel, matmul, (a, b, added), results, grid, in_place=int(added is not None))
     if parts > 1:
         written = written.reshape(parts, rows, columns).sum(0)
-    return written if adds or total is None else total + written
+    return written if added is not None or total is None else total + written

@@ -102,8 +102,8 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
-        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, unless `jax.default_matmul_precision` is
-            set; 0: XLA computes all matmuls of float32.
+        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, a wave; 0: XLA multiplies float32
+            operands, as it does if `jax.default_matmul_precision` is set.
         why_chunked: why a call with a shard of the vocabulary runs "chunked" and not the kernels, a sentence.
     """
 
@@ -505,18 +505,14 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
     )
     # A call in one tile has no loops, so XLA can divide it among devices (`problem.is_one_chunk`).
     one_tile = chunks.rows >= tokens and chunks.vocab_chunk >= key.classes
-    stored = None if one_tile else _stored_chunks(key)
+    stored = None if one_tile else _stored_plan(key)
     if stored is not None:
-        programs = 0
-        if key.device.capability == tile_config.FLOAT32_CAPABILITY:
-            programs = key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors
-        of_call = {"float32_programs": programs, **_of_call(key)}
-        return ExecutionPlan("chunked", "stored_logits", stored, key.device.gpu, **of_call)
+        return stored
     return ExecutionPlan("chunked", "chunked", chunks, key.device.gpu, casts_head=w.dtype != x.dtype, **_of_call(key))
 
 
-def _stored_chunks(key: PlanKey) -> ChunkConfig | None:
-    """Returns the chunks of a float32 call on a GPU whose logits are stored for all classes; None for other calls.
+def _stored_plan(key: PlanKey) -> ExecutionPlan | None:
+    """Returns the plan of a float32 call on a GPU whose logits are stored for all classes; None for other calls.
 
     XLA would copy a head with padding: a matmul takes no part of an array.
     """
@@ -524,7 +520,7 @@ def _stored_chunks(key: PlanKey) -> ChunkConfig | None:
     padded = key.pads_shards or w.shape[key.vocab_axis] != key.classes
     if key.device.type != "cuda" or not x.dtype == w.dtype == "float32" or padded:
         return None
-    return choose_stored(
+    chunks = choose_stored(
         tokens=tokens,
         hidden=hidden,
         classes=key.classes,
@@ -532,6 +528,13 @@ def _stored_chunks(key: PlanKey) -> ChunkConfig | None:
         d_input=key.d_input,
         budget=key.memory_budget,
     )
+    if chunks is None:
+        return None
+    programs = 0
+    if key.device.capability == tile_config.FLOAT32_CAPABILITY:
+        programs = key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors
+    of_call = {"float32_programs": programs, **_of_call(key)}
+    return ExecutionPlan("chunked", "stored_logits", chunks, key.device.gpu, **of_call)
 
 
 def why_unsaved(

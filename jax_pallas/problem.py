@@ -215,7 +215,9 @@ def float32_matmul(
     if exact and programs:
         from jax_pallas import float32_matmuls  # Pallas is imported only for its kernels
 
-        return float32_matmuls.add_matmul(total, a, b, contract, programs=programs)
+        added = float32_matmuls.add_matmul(total, a, b, contract, programs=programs)
+        if added is not None:
+            return added
     product = lax.dot_general(
         a,
         b,

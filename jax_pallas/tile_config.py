@@ -28,8 +28,8 @@ class TileConfig:
     block_v: int
 
 
-# `float32_matmuls.py`: rows and columns of a tile; the waves of programs that share the inner dimension, at most; the
-# compute capability of the GPUs where it runs.
+# `float32_matmuls.py`: rows and columns of a tile; the waves of programs that share the inner dimension of tiles, at
+# most; the compute capability of the GPUs where it runs.
 FLOAT32_BLOCK = 128
 FLOAT32_WAVES = 3
 FLOAT32_CAPABILITY = 90

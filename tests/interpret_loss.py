@@ -1119,7 +1119,7 @@ def run_float32_matmuls() -> None:
                 for first in (True, False):
                     total = matrix(rows, columns, of_total)
                     want = a.double() @ b.double() + (0 if first else total.double())
-                    float32_matmuls.add_matmul(total, a, b, first=first)
+                    float32_matmuls.add_matmul(total, a, b, first=first, programs=8, waves=2)
                     used = 100 * error(total.numpy(), want.numpy()) / 1e-6 if rows else 0.0
                     say(name=f"{rows}-{inner}-{columns}, {of_a}, {of_b}, {of_total}, {first}", used={"matmul": used})
 

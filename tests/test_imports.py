@@ -161,7 +161,8 @@ ONE_FRAMEWORK_ONLY = {
         *("spec_of", "decide", "Decision", "Groups", "of_vocab_group", "check_are_arrays"),
         *("autocast_dtype", "check_before_gather", "check_transforms"),  # what dtensors.py checks before it gathers
     },
-    "float32_matmuls.py": {"Float32Matmul"},  # a kernel of Triton has these as arguments
+    # Triton's kernels have static values as arguments, and its compiler splits operands.
+    "float32_matmuls.py": {"Float32Matmul", "product", "products_of"},
     # In PyTorch, plan A takes the token loss as an argument, and kernels finish stored logits.
     "chunked.py": {"ChunkRows", "token_loss_and_gradients", "finished_logits"},
     "ops.py": {

@@ -8,9 +8,10 @@ import pytest
 from assertions import check, check_many_logits
 from quick_cases import quick_names, quick_parameters
 
-from jax_pallas import plan
+from jax_pallas import float32_matmuls, plan
 from jax_pallas.launch import DeviceInfo
 from linear_ce.chunking import ChunkConfig
+from linear_ce.gpus import gpu_named
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
@@ -35,8 +36,9 @@ FLOAT32 = [
 QUICK_FLOAT32 = frozenset(case.name for case in FLOAT32 if case.name in quick_names("jax-chunked"))
 
 
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("case", [each for each in quick_parameters(QUICK_FLOAT32) if each.values[0] in FLOAT32])
-def test_stored_logits_of_all_classes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_logits_of_all_classes(case: Case, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, what float32 calls run on a GPU: chunks of all classes, here three of them."""
 
     def in_three_chunks(*, tokens: int, classes: int, stores: bool, **_: Any) -> ChunkConfig:
@@ -48,13 +50,15 @@ def test_stored_logits_of_all_classes(case: Case, monkeypatch: pytest.MonkeyPatc
 
     def of_gpu(key: Any) -> Any:
         planned.append(key)
-        return chosen(key._replace(device=DeviceInfo("cuda", 90, 132, "h200")))
+        gpu = "a100" if capability == 80 else "h200"
+        return chosen(key._replace(device=DeviceInfo("cuda", capability, gpu_named(gpu).multiprocessors, gpu)))
 
     planned: list[Any] = []
-    tiles, chosen = plan.choose_chunked, plan._stored_chunks
+    tiles, chosen = plan.choose_chunked, plan._stored_plan
     monkeypatch.setattr(plan, "choose_chunked", in_tiles)
     monkeypatch.setattr(plan, "choose_stored", in_three_chunks)
-    monkeypatch.setattr(plan, "_stored_chunks", of_gpu)
+    monkeypatch.setattr(plan, "_stored_plan", of_gpu)
+    monkeypatch.setattr(float32_matmuls, "FLOAT32_BLOCK", 32)
     plan.make_plan.cache_clear()
     try:
         check("jax-chunked", case)
