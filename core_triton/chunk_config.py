@@ -4,10 +4,18 @@ budget.
 They determine speed and memory. They change results only by rounding.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from core_triton.tile_config import padded
-from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
+from core_triton.tile_config import FLOAT32_BLOCK, FLOAT32_WAVES, padded
+from linear_ce.chunking import (
+    MIN_ROWS,
+    MIN_VOCAB_CHUNK,
+    ChunkConfig,
+    WorkspaceModel,
+    choose_chunks,
+    choose_plan_a,
+)
 
 
 def workspace_model(
@@ -119,9 +127,11 @@ def choose_stored(
     copies_rows: bool,
     copied: int = 0,
     exchanged: int = 0,
+    programs: int = 0,
     budget: int,
-) -> ChunkConfig:
-    """Returns the chunks of a call whose logits are float32 matmuls of PyTorch's: `stored_logits.py`.
+) -> tuple[ChunkConfig, int]:
+    """Returns the chunks of a call of `stored_logits.py`, and how many waves of programs of `float32_matmuls.py` may
+    share the inner dimension of tiles: their sums take up to a sixteenth of the budget.
 
     Args:
         tokens: N.
@@ -134,6 +144,7 @@ def choose_stored(
         copies_rows: PyTorch copies a chunk of the input for a matmul.
         copied: bytes of the contiguous copies of strided vectors.
         exchanged: bytes of a row that the ranks of a vocabulary exchange.
+        programs: of `float32_matmuls.py` that run at a time; 0 where PyTorch multiplies.
         budget: bytes.
 
     Raises:
@@ -143,7 +154,20 @@ def choose_stored(
     per_class = 4 * hidden * copies_head + 32
     fixed = 64 * tokens + 8 * classes + 4096 + copied
     recomputing = WorkspaceModel(fixed, per_row + 4 * padded(1), per_class, 4)
+    least = recomputing.bytes(min(max(tokens, 1), MIN_ROWS), min(classes, MIN_VOCAB_CHUNK))
+    of_wave = 4 * FLOAT32_BLOCK**2 * programs
+    waves = min(FLOAT32_WAVES, min(budget // 16, budget - least) // of_wave) if programs and least <= budget else 0
+    fixed += waves * of_wave
+    recomputing = replace(recomputing, fixed=fixed)
     if stores:
         keeping = WorkspaceModel(fixed, per_row + 4 * (classes + padded(1)), per_class, 0)
-        return choose_plan_a(keeping, recomputing, tokens, classes, budget, float32=True)
-    return choose_chunks(recomputing, tokens, classes, budget)
+        chunks = choose_plan_a(keeping, recomputing, tokens, classes, budget, float32=True)
+        model = keeping if chunks.keeps_logits else recomputing
+    else:
+        chunks, model = choose_chunks(recomputing, tokens, classes, budget), recomputing
+    if not programs or not FLOAT32_BLOCK < chunks.rows < tokens:
+        return chunks, waves
+    most = model.rows_within(budget, chunks.vocab_chunk) // FLOAT32_BLOCK  # whole tiles, in chunks of about equal rows
+    tiles = -(-tokens // FLOAT32_BLOCK)
+    rows = -(-tiles // -(-tiles // most)) * FLOAT32_BLOCK
+    return replace(chunks, rows=rows, bytes=model.bytes(rows, chunks.vocab_chunk)), waves

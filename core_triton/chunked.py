@@ -18,6 +18,7 @@ of its value. At the logits of a trained model that is several times the error o
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -119,6 +120,11 @@ def _d_logits(
     return operand(d_logits, problem.input.dtype), summed
 
 
+def _add_matmul(problem: Problem, total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    del problem
+    add_matmul(total, a, b, first=first)
+
+
 class Tiles(NamedTuple):
     """The functions that compute a tile: a chunk of rows against a vocabulary chunk.
 
@@ -126,10 +132,12 @@ class Tiles(NamedTuple):
         partial: returns the statistics of the tile, and appends its logits to the list `kept` if that is not None.
         d_logits: returns the tile's d_logits, (n, v), as an operand of matmuls, and their sum over rows for d_bias,
             (v,), if needed. It takes the logits from the list `kept`, or computes them if that is None.
+        add_matmul: computes a matmul of the gradients, as `problem.add_matmul` does.
     """
 
     partial: Callable[..., Partial]
     d_logits: Callable[..., tuple[Tensor, Tensor | None]]
+    add_matmul: Callable[..., None] = _add_matmul
 
 
 TORCH_TILES = Tiles(_partial, _d_logits)
@@ -258,12 +266,13 @@ def chunk_gradients(
             saved.e[chunk, vocab_chunk] = d_logits
         if sums.d_bias is not None and summed is not None:
             sums.d_bias.put(vocab_chunk, summed, first=first)
-        if sums.d_input is not None and d_input is None:
-            d_input = float32_matmul(d_logits, w)
-        elif d_input is not None:
-            add_matmul(d_input, d_logits, w, first=False)
+        if sums.d_input is not None:
+            starts = d_input is None
+            d_input = lse.new_empty((len(x), w.shape[1])) if d_input is None else d_input
+            tiles.add_matmul(problem, d_input, d_logits, w, first=starts)
         if sums.d_weight is not None:
-            sums.d_weight.put_matmul(vocab_chunk, d_logits.T, x_head, head_scale, first=first)
+            add = partial(tiles.add_matmul, problem)
+            sums.d_weight.put_matmul(vocab_chunk, d_logits.T, x_head, head_scale, first=first, add=add)
         del w, d_logits  # otherwise they stay alive until those of the next chunk exist
     if sums.d_input is not None and d_input is None and problem.shard is None:  # a shard that is all padding
         sums.d_input[chunk] = 0

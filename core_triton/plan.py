@@ -112,7 +112,7 @@ class ExecutionPlan:
     Args:
         implementation: "triton", "triton_sm80" (on any GPU the kernels for compute capability 8.x) or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
-            logits for the gradients: 4 matmuls. "stored_logits" is for float32: cuBLAS computes the logits, which stay
+            logits for the gradients: 4 matmuls. "stored_logits" is for float32: the logits stay
             in memory between the passes if `chunks.keeps_logits`: 3 matmuls, else 4. "chunked" uses PyTorch operators
             only.
         chunks: the rows of a chunk, and what depends on them.
@@ -144,6 +144,9 @@ class ExecutionPlan:
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
         reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
+        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, a wave; 0: PyTorch multiplies float32
+            operands, as it does if its settings allow TF32.
+        float32_waves: of these programs that share the inner dimension of tiles, at most.
         gathering_ranks: ranks that have different tokens, N in all, which they gather chunk by chunk; 0: the call has
             all tokens.
     """
@@ -171,6 +174,8 @@ class ExecutionPlan:
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
     reads_split_head: bool = False
+    float32_programs: int = 0
+    float32_waves: int = 0
     gathering_ranks: int = 0
 
     @property
@@ -205,10 +210,11 @@ class ExecutionPlan:
         if self.tile is not None:
             triton = "Triton's, for compute capability 8.x" if self.pointers else "Triton's, for any GPU"
             family = "Hopper's, in Gluon" if self.hopper else triton
+        float32 = self.float32_programs > 0
         ours = {
-            "logits": self.tile is not None,
-            "d_input": self.d_input_tiling is not None,
-            "d_weight": self.d_weight_kernel,
+            "logits": float32 or self.tile is not None,
+            "d_input": float32 or self.d_input_tiling is not None,
+            "d_weight": float32 or self.d_weight_kernel,
         }
         text = describe_plan(
             path=self.path,
@@ -531,9 +537,10 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
 
 
 def _stored_plan(key: PlanKey) -> ExecutionPlan:
-    """Returns the plan of a float32 call: cuBLAS computes its logits, and kernels make two passes over them."""
+    """Returns the plan of a float32 call, whose logits are stored, and kernels make two passes over them."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    chunks = choose_stored(
+    programs = key.device.multiprocessors if key.device.capability == tile_config.FLOAT32_CAPABILITY else 0
+    chunks, waves = choose_stored(
         tokens=tokens,
         hidden=hidden,
         classes=key.classes,
@@ -544,9 +551,11 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan:
         copies_rows=not x.gemm_compatible(),
         copied=key.copied_bytes,
         exchanged=_exchanged(key),
+        programs=programs,
         budget=key.memory_budget,
     )
-    return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **_of_call(key))
+    of_call = {"float32_programs": programs, "float32_waves": waves, **_of_call(key)}
+    return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **of_call)
 
 
 def why_unsaved(implementation: str, dtype: str, label_smoothing: float) -> str | None:

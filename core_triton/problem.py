@@ -2,7 +2,7 @@
 that chunks of rows add those gradients to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -242,10 +242,19 @@ class ClassSum:
             summand += self.sum[vocab_chunk]
         self.sum[vocab_chunk] = summand
 
-    def put_matmul(self, vocab_chunk: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
-        """Adds scale * a @ b."""
+    def put_matmul(
+        self,
+        vocab_chunk: slice,
+        a: Tensor,
+        b: Tensor,
+        scale: Tensor | None,
+        *,
+        first: bool,
+        add: Callable[..., None] | None = None,
+    ) -> None:
+        """Adds scale * a @ b, by `add` in place of `add_matmul` if scale is None."""
         if scale is None:
-            add_matmul(self.sum[vocab_chunk], a, b, first=first and not self.started)
+            (add or add_matmul)(self.sum[vocab_chunk], a, b, first=first and not self.started)
         else:
             self.put(vocab_chunk, float32_matmul(a, b).mul_(scale), first=first)
 

@@ -7,12 +7,11 @@ replaces them by d_logits. So it is three matmuls. Only where the budget cannot 
 compute them twice (`chunk_config.choose_stored`).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from core_triton import kernels, row_kernels, tile_config
+from core_triton import float32_matmuls, kernels, row_kernels, tile_config
 from core_triton.chunked import RowGradient, Tiles
 from core_triton.kernels import LOG2_E, NO_CLASS, d_logits_of, tanh
 from core_triton.launch import At, cdiv, launch
@@ -121,7 +120,7 @@ def _partial(
     kept: list[Tensor] | None,
     statistics: int,
 ) -> Partial:
-    logits, spec = _matmul(x, w), problem.spec
+    logits, spec = _matmul(problem, x, w), problem.spec
     if kept is not None:
         kept.append(logits)
     # The sum of the logits is weighted by ones, and token losses have no label smoothing.
@@ -223,7 +222,7 @@ def _d_logits(
     row: RowGradient,
     kept: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    logits, spec, coefficients = _matmul(x, w) if kept is None else kept.pop(0), problem.spec, row.coefficients
+    logits, spec, coefficients = _matmul(problem, x, w) if kept is None else kept.pop(0), problem.spec, row.coefficients
     n, classes = logits.shape
     block = _block(logits)
     launch(
@@ -254,14 +253,20 @@ def _d_logits(
     return logits, row_kernels.class_sums(logits, row.bias_scale) if row.bias else None
 
 
-STORED_TILES = Tiles(_partial, _d_logits)
+def _add_matmul(problem: Problem, total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    programs, waves = (0, 0) if problem.plan is None else (problem.plan.float32_programs, problem.plan.float32_waves)
+    float32_matmuls.add_matmul(total, a, b, first=first, programs=programs, waves=waves)
 
 
-def _matmul(x: Tensor, w: Tensor) -> Tensor:
+STORED_TILES = Tiles(_partial, _d_logits, _add_matmul)
+
+
+def _matmul(problem: Problem, x: Tensor, w: Tensor) -> Tensor:
     """Returns x @ w.T, (n, v) float32, in rows that start at multiples of 256 bytes."""
     n, classes = len(x), len(w)
     result = x.new_empty((n, tile_config.padded(classes)))[:, :classes]
-    return torch.mm(x, w.T, out=result)
+    _add_matmul(problem, result, x, w.T, first=True)
+    return result
 
 
 def _bias(problem: Problem, vocab_chunk: slice) -> At | None:

@@ -12,6 +12,12 @@ from linear_ce import chunk_cost
 from linear_ce.chunk_cost import D_BLOCK, GROUP_BYTES, ROW_BLOCK
 from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, BudgetTooSmallError, ChunkConfig, WorkspaceModel
 
+# `float32_matmuls.py`: rows and columns of a tile; the waves of programs that share the inner dimension of tiles, at
+# most; the compute capability of the GPUs where it runs.
+FLOAT32_BLOCK = 128
+FLOAT32_WAVES = 3
+FLOAT32_CAPABILITY = 90
+
 
 @dataclass(frozen=True)
 class TileConfig:

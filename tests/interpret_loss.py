@@ -43,6 +43,7 @@ from core_triton import (
     ampere_gradients,
     ampere_logits,
     chunked,
+    float32_matmuls,
     gluon_common,
     hopper_logits,
     input_grad,
@@ -1095,6 +1096,34 @@ def run_stored() -> None:
         say(name=name, used=used)
 
 
+def run_float32_matmuls() -> None:
+    """Compares matmuls of float32 operands with float64, where tiles and parts of the inner dimension are not whole."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int, layout: str) -> Tensor:
+        if layout == "strided":
+            return torch.randn(rows, 2, columns, 2, generator=generator)[:, 0, :, 0]
+        made = torch.randn(rows, columns, generator=generator)
+        return made if layout == "by rows" else made.T.contiguous().T
+
+    layouts = ("by rows", "by columns", "strided")
+    with (
+        mock.patch.object(float32_matmuls, "FLOAT32_BLOCK", 32),
+        mock.patch.object(float32_matmuls, "BLOCK_K", 16),
+        mock.patch.object(float32_matmuls, "LEAST_INNER", 32),
+    ):
+        for rows, inner, columns in ((5, 100, 3), (5, 80, 3), (64, 96, 64), (33, 50, 1), (0, 4, 5)):
+            every = itertools.product(layouts, repeat=3) if columns == 3 else [layouts]
+            for of_a, of_b, of_total in every:
+                a, b = matrix(rows, inner, of_a), matrix(inner, columns, of_b)
+                for first in (True, False):
+                    total = matrix(rows, columns, of_total)
+                    want = a.double() @ b.double() + (0 if first else total.double())
+                    float32_matmuls.add_matmul(total, a, b, first=first, programs=3, waves=3)
+                    used = 100 * error(total.numpy(), want.numpy()) / 1e-6 if rows else 0.0
+                    say(name=f"{rows}-{inner}-{columns}, {of_a}, {of_b}, {of_total}, {first}", used={"matmul": used})
+
+
 # The scaling kernel.
 
 
@@ -1309,6 +1338,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "head_copy": run_head_copy,
     "rows": run_rows,
     "stored": run_stored,
+    "float32_matmuls": run_float32_matmuls,
     "scale": run_scale,
     "saved": run_saved,
     "saved_float16": run_saved_float16,

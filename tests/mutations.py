@@ -596,6 +596,7 @@ LAUNCHES = (
     ),
 )
 EDGES = tests("core_triton_interpreted", "error_budget and (pairwise or edges) and not sm80")
+FLOAT32_MATMULS = tests("core_triton_interpreted", "of_float32")
 JAX_SMOOTHING = tests("jax_pallas_recompute", "every_plan and smoothing")
 ROW_GRADIENTS = (
     Mutation("core_triton/ops.py", "row_weight != 0, -d_log_prob, 0.0)", "row_weight != 0, d_log_prob, 0.0)", TORCH),
@@ -923,6 +924,10 @@ STORED_LOGITS = (
         tests("core_triton_interpreted", "shards-float32"),
     ),
     Mutation("core_triton/stored_logits.py", "tl.where(contributes, d_logits, 0.0)", "d_logits", EDGES),
+    Mutation("core_triton/float32_matmuls.py", "min(first + part_inner, inner)", "first + part_inner", FLOAT32_MATMULS),
+    Mutation("core_triton/float32_matmuls.py", "EVEN=inner % BLOCK_K == 0", "EVEN=True", FLOAT32_MATMULS),
+    Mutation("core_triton/float32_matmuls.py", "ADDS=parts == 1 and not first", "ADDS=not first", FLOAT32_MATMULS),
+    Mutation("core_triton/float32_matmuls.py", "written[0] += total", "written[0] -= total", FLOAT32_MATMULS),
     Mutation("core_triton/stored_logits.py", "kept.append(logits)", "kept.append(logits.clone().mul_(1.01))", EDGES),
     Mutation(
         "linear_ce/chunking.py",

@@ -307,10 +307,15 @@ def stored(draw: st.DrawFn, chunked: ModuleType) -> dict[str, Any]:
 
 
 @settings(max_examples=200)
-@given(stored(core_triton.chunk_config), *MORE)
-def test_stored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
-    budget = refusal(core_triton.chunk_config.choose_stored, options) + times * more
-    config = core_triton.chunk_config.choose_stored(**options, budget=budget)
+@given(stored(core_triton.chunk_config), st.sampled_from((0, 132)), *MORE)
+def test_stored_chunks_cover_and_fit(options: dict[str, Any], programs: int, times: int, more: int) -> None:
+    least = refusal(core_triton.chunk_config.choose_stored, options | {"programs": programs})
+    assert least == refusal(core_triton.chunk_config.choose_stored, options)
+    budget = least + times * more
+    config, waves = core_triton.chunk_config.choose_stored(**options, programs=programs, budget=budget)
+    sums = waves * programs * 4 * core_triton.tile_config.FLOAT32_BLOCK**2
+    assert 0 <= waves <= 3 * (programs > 0)
+    assert sums <= budget // 16
     tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
     assert 1 <= config.vocab_chunk <= classes
@@ -321,7 +326,7 @@ def test_stored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: 
         columns = vocab_chunks * columns + core_triton.tile_config.padded(tail)
     rows = options["second"] + options["copies_rows"] + options["d_input"]
     copies = hidden * (rows * config.rows + options["copies_head"] * config.vocab_chunk)
-    assert 4 * (config.rows * columns + copies) <= config.bytes <= budget
+    assert 4 * (config.rows * columns + copies) + sums <= config.bytes <= budget
 
 
 @settings(max_examples=200)

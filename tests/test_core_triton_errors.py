@@ -348,7 +348,18 @@ def test_float32_logits_are_kept_where_enough_rows_fit(memory_budget: int, keeps
     assert explained.plan.chunk_config.keeps_logits == keeps
     assert "kernels: Triton's, for rows of stored logits" in str(explained)
     again = "" if keeps else "logits again, "
-    assert f"matmuls: logits, {again}d_input, d_weight by cuBLAS" in str(explained)
+    assert f"matmuls: logits, {again}d_input, d_weight by our kernels" in str(explained)
+
+
+def test_float32_matmuls_are_those_of_cublas_where_tensor_cores_are_not_faster() -> None:
+    x, w = (torch.empty(rows, 896, device="meta") for rows in (8192, 151936))
+    rows = {}
+    for device in ("h100", "a100"):
+        explained = core_triton.explain(x, w, device=device)
+        maker = "our kernels" if explained.plan.float32_programs else "cuBLAS"
+        assert f"matmuls: logits, d_input, d_weight by {maker}" in str(explained)
+        rows[maker] = explained.plan.chunk_config.rows
+    assert rows == {"our kernels": 768, "cuBLAS": 832}  # whole tiles; equal chunks
 
 
 def test_explain_names_logits_that_are_computed_again() -> None:

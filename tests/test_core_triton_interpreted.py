@@ -301,6 +301,12 @@ def test_passes_over_stored_logits_of_several_blocks(results: Results) -> None:
     assert_within_budget(results)
 
 
+@pytest.mark.parametrize("program", [quick("float32_matmuls")])
+def test_matmuls_of_float32(results: Results) -> None:
+    assert len(results) == (2 * 27 + 3) * 2
+    assert_within_budget(results)
+
+
 @pytest.mark.parametrize("program", [quick("saved", "bfloat16"), quick("saved", "float16")])
 def test_saved_rows_that_do_not_count(results: Results) -> None:
     assert_within_budget(results)

@@ -1,0 +1,154 @@
+"""Matmuls of float32 operands on tensor cores, with the precision of float32.
+
+A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110. Of the nine
+products of their parts the six largest are added up. The others are less than 2**-25 of the product, where float32
+rounds to 2**-24. Tensor cores add up the products of one step of the inner dimension. The steps are added in float32.
+
+Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+Computations (2019). Triton's compiler splits the operands.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core_triton import problem
+from core_triton.launch import cdiv, launch
+from core_triton.tile_config import FLOAT32_BLOCK
+
+BLOCK_K = 64  # inner numbers of a step
+GROUP = 8  # row blocks that are computed with a column block before the next one
+LEAST_INNER = 1024  # of a program, if several share the inner dimension
+# TF32 parts are faster, but GPUs read them only along rows that are contiguous, and results must not depend on strides.
+PRODUCTS = "bf16x6"
+
+
+@triton.jit
+def float32_matmul_kernel(
+    a_ptr,
+    b_ptr,
+    total_ptr,
+    rows,
+    columns,
+    inner,
+    a_row,
+    a_inner,
+    b_inner,
+    b_column,
+    total_row,
+    total_column,
+    total_part,
+    part_inner,
+    ADDS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Writes a tile of a @ b, or adds it, (rows, columns) float32, for `part_inner` numbers of the inner dimension.
+
+    Reads a (rows, inner) and b (inner, columns), float32, at these strides. Programs of axis 1 have other parts of the
+    inner dimension, and write matrices that are `total_part` numbers apart. EVEN: BLOCK_K divides `inner`.
+    """
+    row_blocks = tl.cdiv(rows, BLOCK_M)
+    group = tl.program_id(0) // (GROUP * tl.cdiv(columns, BLOCK_N))
+    within = tl.program_id(0) % (GROUP * tl.cdiv(columns, BLOCK_N))
+    height = min(row_blocks - group * GROUP, GROUP)
+    m = (group * GROUP + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * part_inner
+    k = tl.arange(0, BLOCK_K)
+    a_ptr += first.to(tl.int64) * a_inner + m.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_inner
+    b_ptr += first.to(tl.int64) * b_inner + k.to(tl.int64)[:, None] * b_inner + n.to(tl.int64)[None, :] * b_column
+    m_inside, n_inside = m < rows, n < columns
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, min(first + part_inner, inner), BLOCK_K):
+        if EVEN:
+            a = tl.load(a_ptr, mask=m_inside[:, None], other=0.0)
+            b = tl.load(b_ptr, mask=n_inside[None, :], other=0.0)
+        else:
+            k_inside = start + k < inner
+            a = tl.load(a_ptr, mask=m_inside[:, None] & k_inside[None, :], other=0.0)
+            b = tl.load(b_ptr, mask=k_inside[:, None] & n_inside[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRODUCTS)
+        a_ptr += BLOCK_K * a_inner
+        b_ptr += BLOCK_K * b_inner
+    inside = m_inside[:, None] & n_inside[None, :]
+    total_ptr += tl.program_id(1).to(tl.int64) * total_part
+    total_ptr += m.to(tl.int64)[:, None] * total_row + n.to(tl.int64)[None, :] * total_column
+    if ADDS:
+        total += tl.load(total_ptr, mask=inside, other=0.0)
+    tl.store(total_ptr, total, mask=inside)
+
+
+def _tiles(rows: int, columns: int) -> int:
+    return cdiv(rows, FLOAT32_BLOCK) * cdiv(columns, FLOAT32_BLOCK)
+
+
+def parts_of(rows: int, columns: int, inner: int, programs: int, waves: int) -> int:
+    """Returns the number of programs that share the inner dimension of a tile, so that they are about whole waves. 0: a
+    library's GEMM is faster, because the inner dimension is long and there would be few programs.
+
+    Args:
+        rows, columns, inner: sizes, of which none is 0.
+        programs: that the GPU runs at a time: a wave.
+        waves: of programs that share the inner dimension, at most.
+    """
+    tiles = _tiles(rows, columns)
+    most = max(1, min(waves * programs // tiles, inner // LEAST_INNER))
+    parts = min(range(1, most + 1), key=lambda parts: cdiv(tiles * parts, programs) / parts)
+    return 0 if inner >= 2 * LEAST_INNER and 2 * tiles * parts < programs else parts
+
+
+def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool, programs: int, waves: int) -> None:
+    """Adds a @ b to `total`, or overwrites it if `first`: `problem.add_matmul` for float32 operands.
+
+    PyTorch multiplies if its settings allow TF32 (`torch.backends.cuda.matmul.fp32_precision`), which is faster.
+
+    Args:
+        programs: that the GPU runs at a time; 0: PyTorch multiplies.
+        waves: of programs that share the inner dimension, at most.
+    """
+    parts = 0
+    if programs and torch.backends.cuda.matmul.fp32_precision != "tf32" and total.numel() and a.numel():
+        parts = parts_of(len(a), b.shape[1], a.shape[1], programs, waves)
+    if not parts:
+        problem.add_matmul(total, a, b, first=first)
+    else:
+        _launch(total, a, b, parts, first=first)
+
+
+def _launch(total: Tensor, a: Tensor, b: Tensor, parts: int, *, first: bool) -> None:
+    (rows, inner), columns = a.shape, b.shape[1]
+    written = total if parts == 1 else total.new_empty((parts, rows, columns))
+    launch(
+        float32_matmul_kernel,
+        (_tiles(rows, columns), parts),
+        a,
+        b,
+        written,
+        rows,
+        columns,
+        inner,
+        *a.stride(),
+        *b.stride(),
+        *written.stride()[-2:],
+        rows * columns,
+        cdiv(cdiv(inner, BLOCK_K), parts) * BLOCK_K,
+        ADDS=parts == 1 and not first,
+        EVEN=inner % BLOCK_K == 0,
+        BLOCK_M=FLOAT32_BLOCK,
+        BLOCK_N=FLOAT32_BLOCK,
+        BLOCK_K=BLOCK_K,
+        GROUP=GROUP,
+        PRODUCTS=PRODUCTS if a.is_cuda else "ieee",  # the interpreter multiplies in float32
+        num_warps=8,
+        num_stages=3,
+    )
+    if parts > 1:
+        if not first:
+            written[0] += total
+        torch.sum(written, 0, out=total)
