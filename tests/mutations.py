@@ -596,6 +596,7 @@ LAUNCHES = (
     ),
 )
 EDGES = tests("core_triton_interpreted", "error_budget and (pairwise or edges) and not sm80")
+JAX_FLOAT32_MATMULS = tests("jax_pallas_float32_matmuls", "")
 JAX_SMOOTHING = tests("jax_pallas_recompute", "every_plan and smoothing")
 ROW_GRADIENTS = (
     Mutation("core_triton/ops.py", "row_weight != 0, -d_log_prob, 0.0)", "row_weight != 0, d_log_prob, 0.0)", TORCH),
@@ -923,6 +924,10 @@ STORED_LOGITS = (
         tests("core_triton_interpreted", "shards-float32"),
     ),
     Mutation("core_triton/stored_logits.py", "tl.where(contributes, d_logits, 0.0)", "d_logits", EDGES),
+    Mutation("jax_pallas/float32_matmuls.py", "- first, jnp.int32(steps)", ", jnp.int32(steps)", JAX_FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "if added_ref is not None", "if added_ref is None", JAX_FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "(1, 1), (1, 0), (0, 1)", "(1, 1), (1, 0)", JAX_FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "else total + written", "else written", JAX_FLOAT32_MATMULS),
     Mutation("core_triton/stored_logits.py", "kept.append(logits)", "kept.append(logits.clone().mul_(1.01))", EDGES),
     Mutation(
         "linear_ce/chunking.py",
