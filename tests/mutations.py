@@ -927,6 +927,7 @@ STORED_LOGITS = (
     Mutation("jax_pallas/float32_matmuls.py", "- first, jnp.int32(steps)", ", jnp.int32(steps)", JAX_FLOAT32_MATMULS),
     Mutation("jax_pallas/float32_matmuls.py", "if added_ref is not None", "if added_ref is None", JAX_FLOAT32_MATMULS),
     Mutation("jax_pallas/float32_matmuls.py", "(1, 1), (1, 0), (0, 1)", "(1, 1), (1, 0)", JAX_FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "jnp.where(total == total, total, 0.0)", "total", JAX_FLOAT32_MATMULS),
     Mutation("jax_pallas/float32_matmuls.py", "else total + written", "else written", JAX_FLOAT32_MATMULS),
     Mutation("core_triton/stored_logits.py", "kept.append(logits)", "kept.append(logits.clone().mul_(1.01))", EDGES),
     Mutation(
