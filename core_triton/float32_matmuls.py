@@ -1,8 +1,9 @@
 """Matmuls of float32 operands on tensor cores, with the precision of float32.
 
-A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110. Of the nine
-products of their parts the six largest are added up. The others are less than 2**-25 of the product, where float32
-rounds to 2**-24. Tensor cores add up the products of one step of the inner dimension. The steps are added in float32.
+A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110, and numbers from
+3.39e38 on, which become infinite. Of the nine products of their parts the six largest are added up. The others are less
+than 2**-25 of the product, where float32 rounds to 2**-24. Tensor cores add up the products of one step of the inner
+dimension. The steps are added in float32.
 
 Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 Computations (2019). Triton's compiler splits the operands.
@@ -17,9 +18,9 @@ from core_triton import problem
 from core_triton.launch import cdiv, launch
 from core_triton.tile_config import FLOAT32_BLOCK
 
-BLOCK_K = 64  # inner numbers of a step
-GROUP = 8  # row blocks that are computed with a column block before the next one
-LEAST_INNER = 1024  # of a program, if several share the inner dimension
+BLOCK_K = 64  # inner numbers of a step; three steps of two operands fit the shared memory. 32: about a tenth slower
+GROUP = 8  # row blocks that are computed with a column block before the next one, so that they find it in the L2 cache
+LEAST_INNER = 1024  # inner numbers of a program that shares a tile, so that its sums take little of the time
 # TF32 parts are faster, but GPUs read them only along rows that are contiguous, and results must not depend on strides.
 PRODUCTS = "bf16x6"
 
@@ -89,13 +90,15 @@ def _tiles(rows: int, columns: int) -> int:
 
 
 def parts_of(rows: int, columns: int, inner: int, programs: int, waves: int) -> int:
-    """Returns the number of programs that share the inner dimension of a tile, so that they are about whole waves. 0: a
-    library's GEMM is faster, because the inner dimension is long and there would be few programs.
+    """Returns how many programs share the inner dimension of a tile. 0: too few programs would run at a time.
+
+    The number is the one with the least time for a tile if all programs take equally long. Where fewer than half of the
+    programs that the GPU can run would have a long inner dimension, a library's GEMM is faster.
 
     Args:
         rows, columns, inner: sizes, of which none is 0.
-        programs: that the GPU runs at a time: a wave.
-        waves: of programs that share the inner dimension, at most.
+        programs: number of programs that the GPU runs at a time, a wave.
+        waves: number of waves in which programs share tiles, at most. Their sums take memory.
     """
     tiles = _tiles(rows, columns)
     most = max(1, min(waves * programs // tiles, inner // LEAST_INNER))
@@ -109,8 +112,8 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool, programs: in
     PyTorch multiplies if its settings allow TF32 (`torch.backends.cuda.matmul.fp32_precision`), which is faster.
 
     Args:
-        programs: that the GPU runs at a time; 0: PyTorch multiplies.
-        waves: of programs that share the inner dimension, at most.
+        programs: `ExecutionPlan.float32_programs`.
+        waves: `ExecutionPlan.float32_waves`.
     """
     parts = 0
     if programs and torch.backends.cuda.matmul.fp32_precision != "tf32" and total.numel() and a.numel():

@@ -144,9 +144,9 @@ class ExecutionPlan:
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
         reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
-        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, a wave; 0: PyTorch multiplies float32
-            operands, as it does if its settings allow TF32.
-        float32_waves: of these programs that share the inner dimension of tiles, at most.
+        float32_programs: number of programs of `float32_matmuls.py` that the GPU runs at a time, a wave. 0: PyTorch
+            computes the matmuls of float32, as it does if its settings allow TF32.
+        float32_waves: number of waves in which programs share the inner dimension of tiles, at most.
         gathering_ranks: ranks that have different tokens, N in all, which they gather chunk by chunk; 0: the call has
             all tokens.
     """
@@ -554,6 +554,8 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan:
         programs=programs,
         budget=key.memory_budget,
     )
+    if chunks.rows < tile_config.FLOAT32_BLOCK:  # most of a tile would be empty
+        programs = 0
     of_call = {"float32_programs": programs, "float32_waves": waves, **_of_call(key)}
     return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **of_call)
 

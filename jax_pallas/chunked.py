@@ -1,4 +1,4 @@
-"""The loss with XLA's matmuls: the path for devices without kernels, and the baseline for the kernels.
+"""The loss in chunks of XLA operators: the path for devices without kernels, and the baseline for the kernels.
 
 The rows are processed in chunks. Within a chunk of rows the vocabulary is processed in vocabulary chunks, so only one
 tile of the logits exists at a time:
@@ -142,7 +142,7 @@ class RowGradient(NamedTuple):
 
     def of(self, rows: Slice) -> "RowGradient":
         """Returns the values of some of the rows."""
-        coefficients = jax.tree.map(rows.of, self.coefficients)
+        coefficients = self.coefficients.map(rows.of)
         scale = None if self.bias_scale is None else rows.of(self.bias_scale)
         return RowGradient(rows.of(self.lse), coefficients, rows.of(self.contributes), self.bias, scale)
 

@@ -1,8 +1,9 @@
 """Matmuls of float32 operands on tensor cores, with the precision of float32.
 
-A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110. Of the nine
-products of their parts the six largest are added up. The others are less than 2**-25 of the product, where float32
-rounds to 2**-24. Tensor cores add up the products of one step of the inner dimension. The steps are added in float32.
+A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110, and numbers from
+3.39e38 on, which become infinite. Of the nine products of their parts the six largest are added up. The others are less
+than 2**-25 of the product, where float32 rounds to 2**-24. Tensor cores add up the products of one step of the inner
+dimension. The steps are added in float32.
 
 Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 Computations (2019).
@@ -19,13 +20,13 @@ from jax.experimental.pallas import triton as plgpu
 from jax_pallas.tile_config import FLOAT32_BLOCK, FLOAT32_WAVES, cdiv
 from jax_pallas.triton_launch import arange, load, run, store
 
-BLOCK_K = 64  # inner numbers of a step
-GROUP = 8  # row blocks that are computed with a column block before the next one
-LEAST_INNER = 1024  # of a program, if several share the inner dimension
+BLOCK_K = 64  # inner numbers of a step; three steps of two operands fit the shared memory. 32: about a tenth slower
+GROUP = 8  # row blocks that are computed with a column block before the next one, so that they find it in the L2 cache
+LEAST_INNER = 1024  # inner numbers of a program that shares a tile, so that its sums take little of the time
 
 
 class Float32Matmul(NamedTuple):
-    """The matmul of a kernel: of operands that are contracted over these axes."""
+    """The sizes of a matmul, the axes over which its operands are contracted, and how the kernel divides it."""
 
     rows: int
     columns: int
@@ -47,7 +48,7 @@ def float32_matmul_kernel(matmul: Float32Matmul, a_ref: Any, b_ref: Any, added_r
     """
     rows, columns, inner, (a_axis, b_axis), _, block, block_k = matmul
     row_blocks, column_blocks = cdiv(rows, block), cdiv(columns, block)
-    group = lax.div(pl.program_id(0), GROUP * column_blocks)
+    group = lax.div(pl.program_id(0), jnp.int32(GROUP * column_blocks))
     within = pl.program_id(0) - group * (GROUP * column_blocks)
     height = lax.min(row_blocks - group * GROUP, jnp.int32(GROUP))
     m = arange((group * GROUP + lax.rem(within, height)) * block, block)[:, None]
@@ -63,7 +64,7 @@ def float32_matmul_kernel(matmul: Float32Matmul, a_ref: Any, b_ref: Any, added_r
         b_mask = _both(None if k_inside is None else k_inside[:, None], n_inside)
         a = load(a_ref, *(a_index if a_axis == 1 else a_index[::-1]), mask=a_mask)
         b = load(b_ref, *(b_index if b_axis == 0 else b_index[::-1]), mask=b_mask)
-        return total + product(a, b)
+        return total + split_matmul(a, b)
 
     steps = matmul.steps
     if matmul.parts > 1:
@@ -82,11 +83,11 @@ def _both(a: Array | None, b: Array | None) -> Array | None:
     return a & b
 
 
-def product(a: Array, b: Array) -> Array:
-    """Returns a @ b of float32 tiles, with float32 accumulation.
+def split_matmul(a: Array, b: Array) -> Array:
+    """Returns a @ b of float32 tiles, as six matmuls of their parts.
 
     The compiler keeps the parts of `a` in registers only if each has a single use. Otherwise they go through shared
-    memory, and the kernel takes a fifth longer. So `a` is split again for each product. The comment in the assembly
+    memory, and the kernel takes a fifth longer. So `a` is split again for each matmul. The comment in the assembly
     keeps the compiler from merging equal parts.
     """
 
@@ -98,7 +99,7 @@ def product(a: Array, b: Array) -> Array:
 
     b_parts, total = split(b), jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
     for number, (of_a, of_b) in enumerate(((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))):  # the smallest first
-        if (of_a, of_b) == (0, 0):  # of infinite numbers, the other products are NaN
+        if (of_a, of_b) == (0, 0):  # of infinite numbers, the other matmuls are NaN
             total = jnp.where(total == total, total, 0.0)
         (copy,) = plgpu.elementwise_inline_asm(
             f"mov.b32 $0, $1;  // {number}",
@@ -118,13 +119,15 @@ def _tiles(rows: int, columns: int) -> int:
 
 
 def parts_of(rows: int, columns: int, inner: int, programs: int, waves: int) -> int:
-    """Returns the number of programs that share the inner dimension of a tile, so that they are about whole waves. 0: a
-    library's GEMM is faster, because the inner dimension is long and there would be few programs.
+    """Returns how many programs share the inner dimension of a tile. 0: too few programs would run at a time.
+
+    The number is the one with the least time for a tile if all programs take equally long. Where fewer than half of the
+    programs that the GPU can run would have a long inner dimension, a library's GEMM is faster.
 
     Args:
         rows, columns, inner: sizes, of which none is 0.
-        programs: that the GPU runs at a time: a wave.
-        waves: of programs that share the inner dimension, at most.
+        programs: number of programs that the GPU runs at a time, a wave.
+        waves: number of waves in which programs share tiles, at most. Their sums take memory.
     """
     tiles = _tiles(rows, columns)
     most = max(1, min(waves * programs // tiles, inner // LEAST_INNER))
@@ -138,7 +141,7 @@ def add_matmul(total: Array | None, a: Array, b: Array, contract: tuple[int, int
     Args:
         total: float32, or None for 0.
         contract: an axis of each operand.
-        programs: that the GPU runs at a time.
+        programs: number of programs that the GPU runs at a time.
     """
     rows, columns, inner = a.shape[1 - contract[0]], b.shape[1 - contract[1]], a.shape[contract[0]]
     parts = parts_of(rows, columns, inner, programs, FLOAT32_WAVES) if rows * columns * inner else 0

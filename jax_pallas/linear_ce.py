@@ -122,12 +122,11 @@ def linear_cross_entropy(
       one chunk.
     - `jax.lax.scan` over micro-batches: differentiate within its body, or under `jax.checkpoint`. Otherwise the head's
       gradient of each micro-batch is saved.
-    - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing, but
-      for float32 inputs on Hopper. A symbolic number of tokens runs "chunked", in chunks of at most 1024 rows. Then
+    - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`, which includes that of
+      float32 matmuls. A symbolic number of tokens runs "chunked" without kernels, in chunks of at most 1024 rows. Then
       memory_budget does not include 64 bytes for each token.
     - float32 inputs on Hopper: a kernel computes the matmuls on tensor cores, with the precision of float32
-      (`float32_matmuls.py`), if there are several chunks and no padding in the head. XLA computes them if
-      `jax.default_matmul_precision` is set.
+      (`float32_matmuls.py`), where `explain` says so. XLA computes them if `jax.default_matmul_precision` is set.
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.

@@ -59,6 +59,7 @@ from jax_pallas.problem import (
 )
 from jax_pallas.row_math import Coefficients
 from jax_pallas.scaling import scaled, summed_over_devices
+from jax_pallas.slicing import is_symbolic
 from linear_ce.chunking import plan_passes
 from linear_ce.statistics import ARGMAX, BY_ROW, D_ENTROPY, ENTROPY, LOGIT_SUM, SQUARES, planes
 
@@ -451,6 +452,7 @@ def plan_for(
         shards=problem.devices.shards if problem.devices.vocab_axes else 0,
         pads_shards=problem.masks_classes,
         token_parts=parts,
+        float32_kernel=jax.config.jax_default_matmul_precision is None and not is_symbolic(problem.input.shape[0]),
     )
     return make_plan(key)
 

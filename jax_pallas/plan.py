@@ -70,6 +70,7 @@ class PlanKey(NamedTuple):
     shards: int = 0  # devices among which the vocabulary is divided; 0: it is not
     pads_shards: bool = False  # the last rows of the last shards are no classes
     token_parts: int = 1  # of the input, which each device has one of
+    float32_kernel: bool = True  # may compute matmuls
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ class ExecutionPlan:
     Args:
         implementation: "mosaic", "pallas_triton" or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
-            logits for the gradients: 4 matmuls. "stored_logits" and "chunked" use XLA operators, and the first a kernel
-            for its matmuls if there are `float32_programs`. It is for float32 on a GPU: the logits of a chunk are one
-            matmul, and stay in memory until its gradients are done.
+            logits for the gradients: 4 matmuls. "stored_logits" is for float32 on a GPU: the logits of a chunk are one
+            matmul, and stay in memory until its gradients are done. It and "chunked" use XLA operators, apart from the
+            matmuls of `float32_programs`.
         chunks: the rows of a chunk, and what depends on them.
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         tokens: N.
@@ -103,8 +104,8 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
-        float32_programs: of `float32_matmuls.py` that the GPU runs at a time, a wave; 0: XLA multiplies float32
-            operands, as it does if `jax.default_matmul_precision` is set.
+        float32_programs: number of programs of `float32_matmuls.py` that the GPU runs at a time. 0: XLA computes the
+            matmuls of float32.
         why_chunked: why a call with a shard of the vocabulary runs "chunked" and not the kernels, a sentence.
     """
 
@@ -147,7 +148,7 @@ class ExecutionPlan:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels of this package run, or XLA operators and at most a kernel of float32 matmuls."""
+        """Whether the loss runs in kernels. A plan with `float32_programs` has a kernel only for its matmuls."""
         return self.path in ("scaled_exp", "recompute")
 
     @property
@@ -164,6 +165,8 @@ class ExecutionPlan:
         family = None
         if self.has_kernels:
             family = "Hopper's, in Mosaic" if self.hopper else "Pallas' Triton backend's"
+        elif self.float32_programs:
+            family = "Pallas' Triton backend's, for the matmuls"
         float32 = self.float32_programs > 0
         ours = {
             "logits": float32 or self.has_kernels,
@@ -485,7 +488,7 @@ def _of_call(key: PlanKey) -> dict[str, Any]:
 
 
 def _chunked_plan(key: PlanKey) -> ExecutionPlan:
-    """Returns the plan of a call without kernels."""
+    """Returns the plan of a call of "chunked"."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     chunks = choose_chunked(
         tokens=tokens,
@@ -532,7 +535,8 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan | None:
     if chunks is None:
         return None
     programs = 0
-    if key.device.capability == tile_config.FLOAT32_CAPABILITY:
+    few = chunks.rows < tile_config.FLOAT32_BLOCK  # most of a tile would be empty
+    if key.device.capability == tile_config.FLOAT32_CAPABILITY and key.float32_kernel and not few:
         programs = key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors
     of_call = {"float32_programs": programs, **_of_call(key)}
     return ExecutionPlan("chunked", "stored_logits", chunks, key.device.gpu, **of_call)

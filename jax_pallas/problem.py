@@ -209,7 +209,7 @@ def float32_matmul(
         a, b: matrices of one dtype.
         contract: the axis of each.
         total: a matrix that the result is added to, or None.
-        programs: of `float32_matmuls.py` that the GPU runs at a time; 0: XLA multiplies float32 operands.
+        programs: `ExecutionPlan.float32_programs`.
     """
     exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
     if exact and programs:
@@ -218,14 +218,14 @@ def float32_matmul(
         added = float32_matmuls.add_matmul(total, a, b, contract, programs=programs)
         if added is not None:
             return added
-    product = lax.dot_general(
+    result = lax.dot_general(
         a,
         b,
         (((contract[0],), (contract[1],)), ((), ())),
         precision=lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
-    return product if total is None else total + product
+    return result if total is None else total + result
 
 
 def rounded(w: Array, dtype: Any) -> Array:

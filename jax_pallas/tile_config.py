@@ -28,8 +28,8 @@ class TileConfig:
     block_v: int
 
 
-# `float32_matmuls.py`: rows and columns of a tile; the waves of programs that share the inner dimension of tiles, at
-# most; the compute capability of the GPUs where it runs.
+# Of `float32_matmuls.py`. A tile of 128 rows and columns is what the registers of 8 warps hold without spills. Three
+# waves of programs that share tiles can always be nearly whole. It was only measured on GPUs of compute capability 9.0.
 FLOAT32_BLOCK = 128
 FLOAT32_WAVES = 3
 FLOAT32_CAPABILITY = 90

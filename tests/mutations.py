@@ -597,6 +597,7 @@ LAUNCHES = (
 )
 EDGES = tests("core_triton_interpreted", "error_budget and (pairwise or edges) and not sm80")
 FLOAT32_MATMULS = tests("core_triton_interpreted", "of_float32")
+JAX_FLOAT32_MATMULS = tests("jax_pallas_float32_matmuls", "")
 JAX_SMOOTHING = tests("jax_pallas_recompute", "every_plan and smoothing")
 ROW_GRADIENTS = (
     Mutation("core_triton/ops.py", "row_weight != 0, -d_log_prob, 0.0)", "row_weight != 0, d_log_prob, 0.0)", TORCH),
@@ -928,6 +929,11 @@ STORED_LOGITS = (
     Mutation("core_triton/float32_matmuls.py", "EVEN=inner % BLOCK_K == 0", "EVEN=True", FLOAT32_MATMULS),
     Mutation("core_triton/float32_matmuls.py", "ADDS=parts == 1 and not first", "ADDS=not first", FLOAT32_MATMULS),
     Mutation("core_triton/float32_matmuls.py", "written[0] += total", "written[0] -= total", FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "- first, jnp.int32(steps)", ", jnp.int32(steps)", JAX_FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "if added_ref is not None", "if added_ref is None", JAX_FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "(1, 1), (1, 0), (0, 1)", "(1, 1), (1, 0)", JAX_FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "jnp.where(total == total, total, 0.0)", "total", JAX_FLOAT32_MATMULS),
+    Mutation("jax_pallas/float32_matmuls.py", "else total + written", "else written", JAX_FLOAT32_MATMULS),
     Mutation("core_triton/stored_logits.py", "kept.append(logits)", "kept.append(logits.clone().mul_(1.01))", EDGES),
     Mutation(
         "linear_ce/chunking.py",

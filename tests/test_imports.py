@@ -261,7 +261,7 @@ ONE_FRAMEWORK_ONLY = {
         "first_class",
     },
     # Triton's kernels have static values as arguments, and its compiler splits operands.
-    "float32_matmuls.py": {"Float32Matmul", "product"},
+    "float32_matmuls.py": {"Float32Matmul", "split_matmul"},
     "stored_logits.py": {"read_logits", "statistics_kernel", "d_logits_kernel"},  # XLA fuses the passes
     "smoothing.py": {"smooth_rows_kernel", "add_outer_kernel"},  # XLA fuses what they do
     # PyTorch differentiates the function with autograd, JAX its trace.

@@ -46,21 +46,23 @@ def compile_all(
     target: str = "h200",
     implementation: str = "chunked",
     kept: Path | None = None,
+    **environment: str,
 ) -> list[dict[str, Any]]:
     """Returns the output of compile_for_gpu.py for the programs, and keeps their kernels in a folder, if given."""
     keys = ("mode", "n", "d", "v", "vocab_axis", "implementation")
     asked: list[dict[str, Any]] = [dict(zip(keys, (*program, implementation), strict=True)) for program in programs]
-    return run_compiler("compile_for_gpu.py", asked, target, kept)
+    return run_compiler("compile_for_gpu.py", asked, target, kept, **environment)
 
 
 def run_compiler(
-    script: str, programs: list[dict[str, Any]], target: str = "h200", kept: Path | None = None
+    script: str, programs: list[dict[str, Any]], target: str = "h200", kept: Path | None = None, **environment: str
 ) -> list[dict[str, Any]]:
     """Returns the output of a script of this folder that compiles programs for GPUs that are not present."""
     if not COMPILER.is_dir():
         pytest.fail(f"{COMPILER} is missing: run `make test`, which installs it")
     environment = {
         **os.environ,
+        **environment,
         **gpu_compiler(),
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(COMPILER)]),
     }
@@ -200,8 +202,9 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 1, "too many kernels: each takes a second to compile"
 
 
-def test_float32_matmuls_compile_and_scaled_logits_fit(tmp_path: Path) -> None:
-    check(compile_all([("float32_scaled", 8192, *QWEN, 0)], "h200", "chunked", tmp_path))
+@pytest.mark.parametrize("x64", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_float32_matmuls_compile_and_scaled_logits_fit(x64: str, tmp_path: Path) -> None:
+    check(compile_all([("float32_scaled", 8192, *QWEN, 0)], "h200", "chunked", tmp_path, JAX_ENABLE_X64=x64))
     check_kernels(tmp_path, "float32_matmul_kernel", "float32_matmul_kernel__2")
 
 

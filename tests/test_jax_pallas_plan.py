@@ -242,10 +242,24 @@ def test_float32_logits_of_all_classes_are_stored_on_a_gpu(options: dict[str, An
 
 def test_explain_says_that_float32_logits_are_stored() -> None:
     x, w = (jax.ShapeDtypeStruct((rows, 896), jnp.float32) for rows in (8192, 151936))
-    text = str(explain(x, w, device="h200"))  # pyright: ignore[reportArgumentType]
-    assert "path: stored_logits: float32 logits are stored, one chunk of rows at a time" in text
-    assert "chunks: 16 of up to 512 rows" in text
-    assert "matmuls: logits, d_input, d_weight by our kernels" in text
+    for precision in (None, "highest"):
+        with jax.default_matmul_precision(precision):
+            text = str(explain(x, w, device="h200"))  # pyright: ignore[reportArgumentType]
+        assert "path: stored_logits: float32 logits are stored, one chunk of rows at a time" in text
+        assert "chunks: 16 of up to 512 rows" in text
+        kernels, maker = ("Pallas' Triton backend's, for the matmuls", "our kernels")
+        if precision == "highest":
+            kernels, maker = "none", "XLA"
+        assert f"kernels: {kernels}" in text
+        assert f"matmuls: logits, d_input, d_weight by {maker}" in text
+
+
+@pytest.mark.parametrize(("tokens", "programs"), [(127, 0), (128, 132)])
+def test_few_tokens_leave_float32_matmuls_to_xla(tokens: int, programs: int) -> None:
+    x, w = jax.ShapeDtypeStruct((tokens, 64), jnp.float32), jax.ShapeDtypeStruct((2_000_000, 64), jnp.float32)
+    plan = explain(x, w, device="h200", memory_budget=2**30 + 2**29).plan  # pyright: ignore[reportArgumentType]
+    assert plan.path == "stored_logits"
+    assert plan.float32_programs == programs
 
 
 def test_the_budget_that_an_error_names_is_enough() -> None:
