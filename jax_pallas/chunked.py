@@ -39,8 +39,7 @@ FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 
 def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Slice) -> Array:
     """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
     (2)."""
-    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis), programs=problem.float32_programs)
-    return finished_logits(problem, logits, vocab_chunk)
+    return finished_logits(problem, float32_matmul(x, w, (1, 1 - problem.vocab_axis)), vocab_chunk)
 
 
 def finished_logits(problem: Problem, logits: Array, vocab_chunk: Slice) -> Array:

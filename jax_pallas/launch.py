@@ -137,7 +137,7 @@ def choose(
     if capability is None:
         return "chunked", "the GPU's compute capability is not known where this is lowered: name an implementation"
     if jnp.dtype(dtype) == jnp.float32:
-        return "chunked", "it has the fastest float32 matmuls"  # on an H200, 2 times those of the kernels or more
+        return "chunked", "it has the fastest float32 matmuls"  # on an H200, at least twice as fast as the kernels'
     reason = f"its kernels serve compute capability {_version(capability)}"
     for name in NAMES:
         obstacle = device_limits(name, platform, capability) or limits(name, dtype, hidden, vocab, vocab_axis)

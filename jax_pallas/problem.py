@@ -209,15 +209,15 @@ def float32_matmul(
         a, b: matrices of one dtype.
         contract: the axis of each.
         total: a matrix that the result is added to, or None.
-        programs: `ExecutionPlan.float32_programs`.
+        programs: `ExecutionPlan.float32_programs`, of float32 operands.
     """
-    exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
-    if exact and programs:
+    if programs:
         from jax_pallas import float32_matmuls  # Pallas is imported only for its kernels
 
         added = float32_matmuls.add_matmul(total, a, b, contract, programs=programs)
         if added is not None:
             return added
+    exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
     result = lax.dot_general(
         a,
         b,

@@ -36,13 +36,14 @@ def _replaced(stored: Array, function: Callable[[Array, Slice], Array]) -> Array
 def _logits(problem: Problem, x: Array, vocab_chunk: Slice) -> Array:
     w, programs = problem.weight_of(vocab_chunk), problem.float32_programs
     scaled, biased = problem.spec.logit_scale != 1.0, problem.linear_bias is not None
-    most = 0 if programs else 1  # XLA's GEMM multiplies by the scale, or adds the bias
-    if problem.spec.softcap is None and scaled + biased <= most:
-        logits = logits_tile(problem, x, w, vocab_chunk)
-        return lax.optimization_barrier(logits) if scaled else logits  # as in `chunked.py`
-    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis), programs=programs)
-    logits = _replaced(logits, lambda logits, rows: finished_logits(problem, logits, vocab_chunk))
-    return lax.optimization_barrier(logits)
+    capped = problem.spec.softcap is not None
+    if not programs and not capped and not (scaled and biased):
+        logits = logits_tile(problem, x, w, vocab_chunk)  # XLA's GEMM multiplies by the scale, or adds the bias
+    else:
+        logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis), programs=programs)
+        if scaled or biased or capped:
+            logits = _replaced(logits, lambda logits, rows: finished_logits(problem, logits, vocab_chunk))
+    return lax.optimization_barrier(logits) if scaled or capped else logits  # as in `chunked.py`
 
 
 def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, statistics: int) -> tuple[Partial, Array]:

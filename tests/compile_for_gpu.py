@@ -118,7 +118,7 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
     elif mode == "split_head":
         function, arguments[1] = split_head, shape(head, jnp.float32)
     # Without a GPU XLA times no algorithms. On GPUs it chooses cuBLAS for float32.
-    compiler_options = {"xla_gpu_enable_triton_gemm": False} if mode == "float32" else None
+    compiler_options = {"xla_gpu_enable_triton_gemm": False} if mode.startswith("float32") else None
     with jax.set_mesh(mesh):
         return jax.jit(function, donate_argnums=donated).lower(*arguments).compile(compiler_options)
 
