@@ -204,8 +204,9 @@ def same_measurement(old: Mapping[str, Any], new: Mapping[str, Any], key: Sequen
 class ResultFile:
     """A file of rows that is rewritten after each row, so that an interrupted run keeps what it has measured.
 
-    Rows of one device under one set of versions belong together: a file of other versions is started afresh, one of
-    another device is refused. A file may have rows of both frameworks. Every row says which commit it was measured on.
+    Rows of one device under one set of versions belong together: rows of other versions of what they depend on are left
+    out, a file of another device is refused. A file may have rows of both frameworks. Every row says which commit it
+    was measured on.
     A new row replaces the old one of the same measurement of any commit, except that a method which could not be tried
     replaces no row with a time. A key that a row does not have counts as None.
 
@@ -235,11 +236,12 @@ class ResultFile:
             old = json.loads(path.read_text())
             if old["device"] != device:
                 raise ValueError(f"--json must name a file of {device}, got {path} of {old['device']}")
-            if agree(old["versions"], versions):
+            self.rows = [row for row in old["rows"] if same_versions(row, old["versions"], versions)]
+            if self.rows:
                 self.head["versions"] = old["versions"] | dict(versions)
-                self.rows = old["rows"]
-            else:
-                print(f"{path} was of {old['versions']}: started afresh", file=sys.stderr)
+            if len(self.rows) < len(old["rows"]):
+                left_out = len(old["rows"]) - len(self.rows)
+                print(f"{path} was of {old['versions']}: {left_out} rows are left out", file=sys.stderr)
 
     def holds(self, row: Mapping[str, Any], *more: str) -> bool:
         """Returns whether the file has this measurement, with a result, of the same code or of code that launches the
@@ -278,16 +280,21 @@ class ResultFile:
             scratch.replace(self.path)
 
 
-def agree(versions: Mapping[str, str], others: Mapping[str, str]) -> bool:
-    """Returns whether two sets of versions have the same version of everything that both name."""
-    return all(others.get(name, version) == version for name, version in versions.items())
+# The packages of hosts on which rows of no other host depend.
+HOST_PACKAGES = {"trl": "trl", "tunix": "google-tunix", "maxtext": "maxtext"}
+
+
+def same_versions(row: Mapping[str, Any], versions: Mapping[str, str], others: Mapping[str, str]) -> bool:
+    """Returns whether two sets of versions have the same version of everything that both name and a row depends on."""
+    unused = {package for host, package in HOST_PACKAGES.items() if "host" in row and row["host"] != host}
+    return all(others.get(name, version) == version for name, version in versions.items() if name not in unused)
 
 
 def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[dict[str, Any]]:
     """Merges files of results, such as those of two GPUs of one kind, into one, and returns its rows.
 
     Of each measurement the newest row stays, with the commit and date that it has; one that failed, or could not be
-    tried, replaces none with a time.
+    tried, replaces none with a time. Rows of a host are left out if another file has newer ones of another version.
 
     Args:
         path: of the file, which need not be there yet.
@@ -302,10 +309,11 @@ def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[
     merged = ResultFile(None, newest["device"], newest["versions"], newest["commit"], key)
     merged.path, merged.head = path, {**merged.head, "date": newest["date"]}
     for name, content in zip([path, *others][-len(contents) :], contents, strict=True):
-        if content["device"] != newest["device"] or not agree(content["versions"], merged.head["versions"]):
+        rows = [row for row in content["rows"] if same_versions(row, content["versions"], merged.head["versions"])]
+        if content["device"] != newest["device"] or (len(rows) < len(content["rows"]) and "host" not in key):
             raise ValueError(f"{name} is of {content['device']}, {content['versions']}, and another is not")
-        merged.head["versions"] = merged.head["versions"] | content["versions"]
-        for row in content["rows"]:
+        merged.head["versions"] = content["versions"] | merged.head["versions"]
+        for row in rows:
             same = [old for old in merged.rows if same_measurement(old, row, key)]
             if any((old["status"] == "ok", old["date"]) > (row["status"] == "ok", row["date"]) for old in same):
                 continue

@@ -109,14 +109,12 @@ def parts_of(rows: int, columns: int, inner: int, programs: int, waves: int) -> 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool, programs: int, waves: int) -> None:
     """Adds a @ b to `total`, or overwrites it if `first`: `problem.add_matmul` for float32 operands.
 
-    PyTorch multiplies if its settings allow TF32 (`torch.backends.cuda.matmul.fp32_precision`), which is faster.
-
     Args:
         programs: `ExecutionPlan.float32_programs`.
         waves: `ExecutionPlan.float32_waves`.
     """
     parts = 0
-    if programs and torch.backends.cuda.matmul.fp32_precision != "tf32" and total.numel() and a.numel():
+    if programs and total.numel() and a.numel():
         parts = parts_of(len(a), b.shape[1], a.shape[1], programs, waves)
     if not parts:
         problem.add_matmul(total, a, b, first=first)

@@ -18,7 +18,7 @@ With a `saved_budget`, `saved_ops.py` runs losses of rows and log-probabilities:
 The files of a call, in order: this one, `arguments.py`, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then
 `scaled_exp.py` (or `chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel
 with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `ampere_logits.py`, `ampere_gradients.py`, `kernels.py`,
-`row_kernels.py`, `input_grad.py` or `target_grad.py`.
+`row_kernels.py`, `input_grad.py`, `target_grad.py` or `float32_matmuls.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,6 +100,10 @@ def linear_cross_entropy(
 
     Options that `torch.nn.functional.cross_entropy` also has mean exactly the same here. There is one deviation: if no
     token is counted (no valid target, an empty batch, a zero denominator), the loss is 0 with zero gradients, not NaN.
+
+    float32 inputs on Hopper: a kernel computes the matmuls on tensor cores, with the precision of float32
+    (`float32_matmuls.py`), where `explain` says so. cuBLAS computes them if PyTorch's settings allow TF32
+    (`torch.set_float32_matmul_precision`), in chunks of few tokens, and on other GPUs.
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.

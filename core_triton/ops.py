@@ -652,6 +652,7 @@ def plan_for(
         batch_invariant=batch_invariant,
         ranks=0 if problem.shard is None else problem.shard.ranks,
         gathers=problem.shard is not None and problem.shard.tokens > 0,
+        float32_kernel=x.dtype == "float32" and torch.backends.cuda.matmul.fp32_precision != "tf32",
     )
     return make_plan(key)
 

@@ -103,6 +103,7 @@ class PlanKey(NamedTuple):
     batch_invariant: bool = False
     ranks: int = 0  # that have shards of the head, whose largest has `classes` rows; 0 where the head is whole
     gathers: bool = False  # the ranks have different tokens, N in all, which they gather chunk by chunk
+    float32_kernel: bool = True  # may compute matmuls
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,8 @@ class ExecutionPlan:
     Args:
         implementation: "triton", "triton_sm80" (on any GPU the kernels for compute capability 8.x) or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
-            logits for the gradients: 4 matmuls. "stored_logits" is for float32: the logits stay
-            in memory between the passes if `chunks.keeps_logits`: 3 matmuls, else 4. "chunked" uses PyTorch operators
-            only.
+            logits for the gradients: 4 matmuls. "stored_logits" is for float32: the logits stay in memory between the
+            passes if `chunks.keeps_logits`: 3 matmuls, else 4. "chunked" uses PyTorch operators only.
         chunks: the rows of a chunk, and what depends on them.
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         tokens: N.
@@ -145,7 +145,7 @@ class ExecutionPlan:
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
         reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
         float32_programs: number of programs of `float32_matmuls.py` that the GPU runs at a time, a wave. 0: PyTorch
-            computes the matmuls of float32, as it does if its settings allow TF32.
+            computes the matmuls of float32.
         float32_waves: number of waves in which programs share the inner dimension of tiles, at most.
         gathering_ranks: ranks that have different tokens, N in all, which they gather chunk by chunk; 0: the call has
             all tokens.
@@ -539,7 +539,8 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
 def _stored_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a float32 call, whose logits are stored, and kernels make two passes over them."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    programs = key.device.multiprocessors if key.device.capability == tile_config.FLOAT32_CAPABILITY else 0
+    allowed = key.device.capability == tile_config.FLOAT32_CAPABILITY and key.float32_kernel
+    programs = key.device.multiprocessors if allowed else 0
     chunks, waves = choose_stored(
         tokens=tokens,
         hidden=hidden,

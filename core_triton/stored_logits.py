@@ -1,10 +1,10 @@
-"""The tiles of `chunked.py` for float32: cuBLAS computes the logits, and kernels make two passes over them.
+"""The tiles of `chunked.py` for float32: the logits are stored, and kernels make two passes over them.
 
 A float32 matmul takes about ten times as long as one in bfloat16, so what counts is the number and the speed of the
-matmuls. cuBLAS's are faster than ours, and the passes over stored logits take little of the time. Plan A stores the
-logits of a chunk of rows: the first pass (`statistics_kernel`) reads them, and the second one (`d_logits_kernel`)
-replaces them by d_logits. So it is three matmuls. Only where the budget cannot hold the logits of enough rows does it
-compute them twice (`chunk_config.choose_stored`).
+matmuls: `float32_matmuls.py` on Hopper, cuBLAS's elsewhere. The passes over stored logits take little of the time. Plan
+A stores the logits of a chunk of rows: the first pass (`statistics_kernel`) reads them, and the second one
+(`d_logits_kernel`) replaces them by d_logits. So it is three matmuls. Only where the budget cannot hold the logits of
+enough rows does it compute them twice (`chunk_config.choose_stored`).
 """
 
 import triton

@@ -1124,6 +1124,44 @@ def run_float32_matmuls() -> None:
                     say(name=f"{rows}-{inner}-{columns}, {of_a}, {of_b}, {of_total}, {first}", used={"matmul": used})
 
 
+def run_float32_chunks() -> None:
+    """Compares a call in chunks of rows, whose matmuls the kernel computes, with PyTorch in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, into = (torch.randn(rows, 40, generator=generator) for rows in (300, 500, 500))
+    bias, upstream = torch.randn(500, generator=generator), torch.randn(300, generator=generator)
+    target = torch.randint(0, 500, (300,), generator=generator)
+    calls: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("mean", {}),
+        ("all", {"linear_bias": bias, "logit_scale": 0.7, "softcap": 5.0, "reduction": "sum"}),
+        ("into", {"grad_into": into.clone()}),
+        ("none", {"reduction": "none"}),
+    )
+    for name, options in calls:
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, w)]
+        with mock.patch.object(float32_matmuls, "_launch", wraps=float32_matmuls._launch) as launches:
+            loss = core_triton.linear_cross_entropy(
+                leaves[0], leaves[1], target, memory_budget=2**19, implementation="triton", **options
+            )
+            ((loss * upstream) if name == "none" else loss).sum().backward()
+        if launches.call_count <= 6:
+            raise AssertionError(f"{name}: the kernel must multiply several chunks, got {launches.call_count} launches")
+        exact = [tensor.double().requires_grad_() for tensor in (x, w)]
+        logits = (exact[0] @ exact[1].T + options.get("linear_bias", 0)) * options.get("logit_scale", 1.0)
+        softcap = options.get("softcap", torch.inf)
+        logits = logits if softcap == torch.inf else softcap * torch.tanh(logits / softcap)
+        want = torch.nn.functional.cross_entropy(logits, target, reduction=options.get("reduction", "mean"))
+        ((want * upstream) if name == "none" else want).sum().backward()
+        pairs = {"loss": (loss.detach(), want.detach()), "d_input": (leaves[0].grad, exact[0].grad)}
+        d_weight = exact[1].grad
+        assert d_weight is not None
+        if name == "into":
+            pairs["d_weight"] = options["grad_into"], d_weight + into
+        else:
+            pairs["d_weight"] = leaves[1].grad, d_weight
+        used = {key: 100 * error(one.numpy(), other.numpy()) / 1e-5 for key, (one, other) in pairs.items()}
+        say(name=name, used=used)
+
+
 # The scaling kernel.
 
 
@@ -1339,6 +1377,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "rows": run_rows,
     "stored": run_stored,
     "float32_matmuls": run_float32_matmuls,
+    "float32_chunks": run_float32_chunks,
     "scale": run_scale,
     "saved": run_saved,
     "saved_float16": run_saved_float16,

@@ -251,7 +251,7 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
     lines = [line.strip().rstrip(",") for line in path.read_text().splitlines()]
     assert [json.loads(line) for line in lines if "method" in line] == json.loads(path.read_text())["rows"]
     assert len(add("five", row, versions="2.12")) == 1
-    assert "started afresh" in capsys.readouterr().err
+    assert "2 rows are left out" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"must name a file of A100, got .*torch\.json of H200"):
         results.ResultFile(path, "A100", {"torch": "2.12"}, "six")
     file = results.ResultFile(path, "H200", {"jax": "0.11"}, "seven")  # of the other framework

@@ -19,9 +19,19 @@ import trl_stand_ins
 from flax import nnx
 from hub_models import import_transformers
 
-from benchmarks import hosts, hosts_jax, hosts_process, hosts_table, hosts_torch, hosts_transformers, hosts_trl, tables
+from benchmarks import (
+    hosts,
+    hosts_jax,
+    hosts_process,
+    hosts_table,
+    hosts_torch,
+    hosts_transformers,
+    hosts_trl,
+    results,
+    tables,
+)
 from benchmarks.hosts_process import answer
-from benchmarks.hosts_rows import CONFIGS, HOSTS, Request, Row, plan
+from benchmarks.hosts_rows import CONFIGS, HOSTS, KEY, Request, Row, plan
 from benchmarks.hosts_torch import make_model
 from benchmarks.page_tables import NOT_YET
 from benchmarks.results import RECORDED
@@ -385,6 +395,24 @@ def test_tables_have_the_rows_and_say_which_bars_they_miss(tmp_path: Path, capsy
     assert f"peak memory is lower: missed at GRPO, loss, qwen2.5-0.5b, 4 x 4,096 {missed}" in bars
     assert "twice as fast: met at all 1 shapes measured." in bars
     assert all(len(line) <= 120 for line in out.splitlines() if not line.startswith("|"))
+
+
+def test_rows_of_other_hosts_stay_beside_a_new_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    versions = {"torch": "1", "transformers": "5", "maxtext": "0.2.4"}
+    rows = [row("transformers", "plain", 1.0, 1.0), row("maxtext", "plain", 2.0, 1.0), row("trl", "plain", 3.0, 1.0)]
+    dated = [{**one, "date": "2026-01-01"} for one in rows]
+    old.write_text(json.dumps({"device": "H200", "versions": versions, "date": "2026-01-01", "rows": dated}))
+    new.write_text(old.read_text())
+    results.ResultFile(new, "H200", {"torch": "1", "maxtext": "0.2.5"}, "c0ffee", KEY).add(
+        row("maxtext", "ours", 4.0, 1.0)
+    )
+    assert "1 rows are left out" in capsys.readouterr().err
+    assert results.merge(old, [new], KEY) == json.loads(new.read_text())["rows"]
+    assert [one["tokens_per_s"] for one in json.loads(old.read_text())["rows"]] == [1.0, 3.0, 4.0]
+    assert json.loads(old.read_text())["versions"] == versions | {"maxtext": "0.2.5"}
+    fresh = results.ResultFile(new, "H200", {"torch": "1", "transformers": "6"}, "c0ffee", KEY)
+    assert not fresh.rows  # every host depends on it
 
 
 def test_the_page_has_the_tables_of_the_recorded_results() -> None:

@@ -360,6 +360,13 @@ def test_float32_matmuls_are_those_of_cublas_where_tensor_cores_are_not_faster()
         assert f"matmuls: logits, d_input, d_weight by {maker}" in str(explained)
         rows[maker] = explained.plan.chunk_config.rows
     assert rows == {"our kernels": 768, "cuBLAS": 832}  # whole tiles; equal chunks
+    torch.set_float32_matmul_precision("high")
+    try:
+        explained = core_triton.explain(x, w, device="h100")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "matmuls: logits, d_input, d_weight by cuBLAS" in str(explained)
+    assert explained.plan.chunk_config.rows == rows["cuBLAS"]
 
 
 def test_explain_names_logits_that_are_computed_again() -> None:

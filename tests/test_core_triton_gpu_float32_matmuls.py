@@ -1,25 +1,19 @@
 """Tests the float32 matmuls of core_triton on an NVIDIA GPU. Run with `pytest -m gpu`."""
 
-from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from core_triton import float32_matmuls, problem
+from core_triton import float32_matmuls, linear_cross_entropy, problem
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(257, 896, 1000), (300, 20011, 130), (1000, 384, 515)]  # rows, inner and columns; programs share the second
 SHARED = {"programs": 132, "waves": 3}
-
-
-@pytest.fixture(autouse=True)
-def float32_precision() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
 
 
 def matrix(rows: int, columns: int, *, by_columns: bool, exponents: int) -> Tensor:
@@ -62,10 +56,53 @@ def test_infinite_numbers_and_nan_are_where_those_of_cublas_are() -> None:
     torch.testing.assert_close(ours, cublas, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-def test_tf32_is_that_of_pytorch() -> None:
-    a, b = torch.randn(256, 512, device="cuda"), torch.randn(512, 256, device="cuda")
-    ours, cublas = (torch.empty(256, 256, device="cuda") for _ in range(2))
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    float32_matmuls.add_matmul(ours, a, b, first=True, **SHARED)
-    problem.add_matmul(cublas, a, b, first=True)
-    assert torch.equal(ours, cublas)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"linear_bias": True, "logit_scale": 0.7, "softcap": 5.0},
+    {"logit_scale": 0.7},
+    {"reduction": "none"},
+    {"reduction": "none", "saved_budget": 2**27},
+    {"grad_into": True},
+]
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_of_several_chunks_are_those_of_float64(options: dict[str, Any], vocab_axis: int) -> None:
+    """The kernel adds to d_weight in the loop over chunks. The reference is PyTorch's, in float64."""
+    torch.manual_seed(0)
+    n, hidden, vocab = 1000, 192, 20011
+    x = torch.randn(n, hidden, device="cuda").requires_grad_()
+    w = torch.randn((vocab, hidden) if vocab_axis == 0 else (hidden, vocab), device="cuda").requires_grad_()
+    bias, into = torch.randn(vocab, device="cuda"), torch.randn(vocab, hidden, device="cuda")
+    target, upstream = torch.randint(0, vocab, (n,), device="cuda"), torch.randn(n, device="cuda")
+    head = w if vocab_axis == 0 else w.T
+    given = {name: value for name, value in options.items() if value is not True}
+    if "linear_bias" in options:
+        given["linear_bias"] = bias
+    if "grad_into" in options:
+        given["grad_into"] = into.clone()
+    each = options.get("reduction") == "none"
+    with mock.patch.object(float32_matmuls, "_launch", wraps=float32_matmuls._launch) as launches:
+        loss = linear_cross_entropy(x, head, target, memory_budget=2**26, **given)
+        loss = (loss * upstream).sum() if each else loss
+        loss.backward()
+    assert launches.call_count > 6, "several chunks are multiplied by the kernel"
+    found = loss, x.grad, given.get("grad_into", w.grad)
+
+    exact_x, exact_w = (tensor.detach().double().requires_grad_() for tensor in (x, head))
+    logits = exact_x @ exact_w.T + (bias.double() if "linear_bias" in options else 0)
+    logits = logits * options.get("logit_scale", 1.0)
+    softcap = options.get("softcap")
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    exact = cross_entropy(logits, target, reduction="none")
+    exact = (exact * upstream).sum() if each else exact.mean()
+    exact.backward()
+    d_weight = exact_w.grad
+    assert d_weight is not None
+    d_weight = d_weight + into if "grad_into" in options else d_weight if vocab_axis == 0 else d_weight.T
+    for name, one, want in zip(("loss", "d_input", "d_weight"), found, (exact, exact_x.grad, d_weight), strict=True):
+        assert one is not None
+        assert want is not None
+        error = ((one.double() - want).norm() / want.norm()).item()
+        assert error <= 1e-5, f"{name}: {error / 1e-5:.0%} of the allowed error"

@@ -307,6 +307,12 @@ def test_matmuls_of_float32(results: Results) -> None:
     assert_within_budget(results)
 
 
+@pytest.mark.parametrize("program", [quick("float32_chunks")])
+def test_chunks_of_float32_that_the_kernel_multiplies(results: Results) -> None:
+    assert len(results) == 4
+    assert_within_budget(results)
+
+
 @pytest.mark.parametrize("program", [quick("saved", "bfloat16"), quick("saved", "float16")])
 def test_saved_rows_that_do_not_count(results: Results) -> None:
     assert_within_budget(results)
