@@ -291,7 +291,11 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_benchmarks_host.py": ("test_host_time_of_jax",),
     # XLA and ptxas take half a minute. test_jax_pallas_export.py lowers the same kernels, and checks shapes and
     # layouts.
-    "test_jax_pallas_gpu_compile.py": ("test_mosaic_compiles_and_fits",),
+    "test_jax_pallas_gpu_compile.py": (
+        "test_mosaic_compiles_and_fits",
+        # test_jax_pallas_float32_matmuls.py runs this kernel in NumPy.
+        "test_float32_matmuls_compile_and_scaled_logits_fit[0]",
+    ),
     # flax_models needs what jax_pallas needs, and more.
     "test_wheel.py": ("test_an_installed_package_is_imported_where_only_its_requirements_are[jax_pallas]",),
     # Both frameworks share the sweep, and its other tests run JAX.
@@ -339,6 +343,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_flax_optimizers.py": (
         "test_each_layer_is_updated_like_a_separate_array_in_optax[adafactor]",
         "test_each_layer_is_updated_like_a_separate_array_in_optax[schedule_free_adamw]",
+        # bfloat16 has the same code.
+        "test_16_bit_gradients_are_clipped_by_their_float32_norm[float16]",
     ),
     "test_jax_pallas_sign.py": (
         # The first passes of "chunked" are merged by the same function.
@@ -364,6 +370,16 @@ SLOW: dict[str, tuple[str, ...]] = {
         # Dynamic shapes are compiled once with the default backend too.
         "test_dynamic_shapes_with_aot_autograd",
     ),
+    # test_jax_pallas_sharded.py has devices without tokens, two axes of tokens and float32.
+    "test_jax_pallas_scale.py": (
+        "test_on_several_devices[tokens, no token]",
+        "test_on_several_devices[tokens, two axes]",
+        "test_on_several_devices[tokens, float32]",
+    ),
+    # The mean remains on other meshes.
+    "test_jax_pallas_sharded.py": ("test_on_several_devices[vocabulary and fsdp, tokens: mean]",),
+    # The interpreter of Pallas takes most of the time. The kernel of float32 matmuls remains.
+    "test_jax_pallas_in_numpy.py": ("test_results_are_those_of_the_interpreter_of_pallas[exponentials]",),
     # The quick suite checks each function and each check_vma setting, but not every pair.
     "test_jax_pallas_sharding.py": (
         "test_on_several_devices[sum, checked]",
