@@ -280,7 +280,7 @@ class ResultFile:
             scratch.replace(self.path)
 
 
-# The packages of hosts on which rows of no other host depend.
+# Packages that only the rows of one host depend on.
 HOST_PACKAGES = {"trl": "trl", "tunix": "google-tunix", "maxtext": "maxtext"}
 
 
@@ -294,7 +294,8 @@ def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[
     """Merges files of results, such as those of two GPUs of one kind, into one, and returns its rows.
 
     Of each measurement the newest row stays, with the commit and date that it has; one that failed, or could not be
-    tried, replaces none with a time. Rows of a host are left out if another file has newer ones of another version.
+    tried, replaces none with a time. If the version of one host's package differs, the rows of that host are left out
+    that are not of the newest file with this package, and their number is printed.
 
     Args:
         path: of the file, which need not be there yet.
@@ -302,17 +303,22 @@ def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[
         key: the keys of a row that say which measurement it is.
 
     Raises:
-        ValueError: the files are not of the same device, or their versions do not agree.
+        ValueError: the files are not of the same device, or their versions of other packages do not agree.
     """
-    contents = [json.loads(file.read_text()) for file in ([path] if path.exists() else []) + list(others)]
-    newest = max(contents, key=lambda content: content["date"])
-    merged = ResultFile(None, newest["device"], newest["versions"], newest["commit"], key)
+    contents = {file: json.loads(file.read_text()) for file in [*([path] if path.exists() else []), *others]}
+    newest = max(contents.values(), key=lambda content: content["date"])
+    versions: dict[str, str] = {}
+    for content in sorted(contents.values(), key=lambda content: content["date"], reverse=True):
+        versions = content["versions"] | versions
+    merged = ResultFile(None, newest["device"], versions, newest["commit"], key)
     merged.path, merged.head = path, {**merged.head, "date": newest["date"]}
-    for name, content in zip([path, *others][-len(contents) :], contents, strict=True):
-        rows = [row for row in content["rows"] if same_versions(row, content["versions"], merged.head["versions"])]
-        if content["device"] != newest["device"] or (len(rows) < len(content["rows"]) and "host" not in key):
+    for name, content in contents.items():
+        others_of = {one: version for one, version in content["versions"].items() if versions[one] != version}
+        if content["device"] != newest["device"] or not others_of.keys() <= set(HOST_PACKAGES.values()):
             raise ValueError(f"{name} is of {content['device']}, {content['versions']}, and another is not")
-        merged.head["versions"] = content["versions"] | merged.head["versions"]
+        rows = [row for row in content["rows"] if same_versions(row, content["versions"], versions)]
+        if len(rows) < len(content["rows"]):
+            print(f"{len(content['rows']) - len(rows)} rows of {others_of} in {name} are left out", file=sys.stderr)
         for row in rows:
             same = [old for old in merged.rows if same_measurement(old, row, key)]
             if any((old["status"] == "ok", old["date"]) > (row["status"] == "ok", row["date"]) for old in same):

@@ -131,7 +131,9 @@ def choose_stored(
     budget: int,
 ) -> tuple[ChunkConfig, int]:
     """Returns the chunks of a call of `stored_logits.py`, and how many waves of programs of `float32_matmuls.py` may
-    share the inner dimension of tiles: their sums take up to a sixteenth of the budget.
+    share the inner dimension of tiles.
+
+    The sums of waves take up to a sixteenth of the budget, and less where logits would be computed twice otherwise.
 
     Args:
         tokens: N.
@@ -152,20 +154,26 @@ def choose_stored(
     """
     per_row = 4 * hidden * (second + copies_rows + d_input) + 128 + exchanged
     per_class = 4 * hidden * copies_head + 32
-    fixed = 64 * tokens + 8 * classes + 4096 + copied
-    recomputing = WorkspaceModel(fixed, per_row + 4 * padded(1), per_class, 4)
-    least = recomputing.bytes(min(max(tokens, 1), MIN_ROWS), min(classes, MIN_VOCAB_CHUNK))
     of_wave = 4 * FLOAT32_BLOCK**2 * programs
-    waves = min(FLOAT32_WAVES, min(budget // 16, budget - least) // of_wave) if programs and least <= budget else 0
-    fixed += waves * of_wave
-    recomputing = replace(recomputing, fixed=fixed)
-    if stores:
+
+    def choose(waves: int) -> tuple[ChunkConfig, WorkspaceModel]:
+        fixed = 64 * tokens + 8 * classes + 4096 + copied + waves * of_wave
+        recomputing = WorkspaceModel(fixed, per_row + 4 * padded(1), per_class, 4)
+        if not stores:
+            return choose_chunks(recomputing, tokens, classes, budget), recomputing
         keeping = WorkspaceModel(fixed, per_row + 4 * (classes + padded(1)), per_class, 0)
         chunks = choose_plan_a(keeping, recomputing, tokens, classes, budget, float32=True)
-        model = keeping if chunks.keeps_logits else recomputing
-    else:
-        chunks, model = choose_chunks(recomputing, tokens, classes, budget), recomputing
-    if not programs or not FLOAT32_BLOCK < chunks.rows < tokens:
+        return chunks, keeping if chunks.keeps_logits else recomputing
+
+    chunks, model = choose(0)
+    if not programs or chunks.rows < FLOAT32_BLOCK:  # most of a tile of fewer rows would be empty
+        return chunks, 0
+    least, keeps = model.bytes(MIN_ROWS, min(classes, MIN_VOCAB_CHUNK)), chunks.keeps_logits
+    for waves in range(min(FLOAT32_WAVES, min(budget // 16, budget - least) // of_wave), -1, -1):
+        chunks, model = choose(waves)
+        if chunks.keeps_logits == keeps and chunks.rows >= FLOAT32_BLOCK:
+            break
+    if not FLOAT32_BLOCK < chunks.rows < tokens:
         return chunks, waves
     most = model.rows_within(budget, chunks.vocab_chunk) // FLOAT32_BLOCK  # whole tiles, in chunks of about equal rows
     tiles = -(-tokens // FLOAT32_BLOCK)

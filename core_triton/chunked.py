@@ -428,7 +428,7 @@ def save_rows(
 
 
 def saved_gradients(
-    problem: Problem, config: ChunkConfig, saved: SavedRows, needs_grad: NeedsGrad, others: Gradients
+    tiles: Tiles, problem: Problem, config: ChunkConfig, saved: SavedRows, needs_grad: NeedsGrad, others: Gradients
 ) -> Gradients:
     """Returns the gradients of the head by saved rows, added to those by other rows: (42). The row weights of the
     problem are the upstream gradients times rho."""
@@ -438,6 +438,7 @@ def saved_gradients(
     arrays = problem.input, problem.linear_weight, problem.linear_bias
     sums = GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum, others=others)
     started = others.d_weight is not None or others.d_bias is not None
+    add = partial(tiles.add_matmul, problem)
     scale, of_x = None, factor
     if dtype == torch.float16:  # the largest factor becomes a number below 1
         exponent = row_math.exponent_of(factor)
@@ -451,7 +452,7 @@ def saved_gradients(
         for vocab_chunk in problem.vocab_chunks(config.vocab_chunk):
             e = operand(saved.e[chunk, vocab_chunk], dtype)
             if sums.d_weight is not None and x is not None:
-                sums.d_weight.put_matmul(vocab_chunk, e.T, x, scale, first=first)
+                sums.d_weight.put_matmul(vocab_chunk, e.T, x, scale, first=first, add=add)
             if sums.d_bias is not None:
                 summed = of_rows @ e.float()
                 if scale is not None:

@@ -1,12 +1,13 @@
 """Matmuls of float32 operands on tensor cores, with the precision of float32.
 
-A float32 number is the sum of three bfloat16 numbers of 8 bits each, but for numbers below 2**-110, and numbers from
-3.39e38 on, which become infinite. Of the nine products of their parts the six largest are added up. The others are less
-than 2**-25 of the product, where float32 rounds to 2**-24. Tensor cores add up the products of one step of the inner
-dimension. The steps are added in float32.
+A float32 number has 24 bits. It is the sum of three bfloat16 numbers of 8 bits each, its parts. There are two
+exceptions: numbers below 2**-110 lose bits, and numbers of 3.39e38 or more become infinite. The product of two float32
+numbers is the sum of nine products of parts. The kernel adds the six largest ones. The other three are less than 2**-25
+of the result, and float32 rounds to 2**-24. Tensor cores add the products of one step of the inner dimension. The steps
+are added in float32. Triton's compiler splits the operands.
 
 Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-Computations (2019). Triton's compiler splits the operands.
+Computations (2019).
 """
 
 import torch
@@ -75,8 +76,8 @@ def float32_matmul_kernel(
             a = tl.load(a_ptr, mask=m_inside[:, None] & k_inside[None, :], other=0.0)
             b = tl.load(b_ptr, mask=k_inside[:, None] & n_inside[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRODUCTS)
-        a_ptr += BLOCK_K * a_inner
-        b_ptr += BLOCK_K * b_inner
+        a_ptr += BLOCK_K * tl.cast(a_inner, tl.int64)
+        b_ptr += BLOCK_K * tl.cast(b_inner, tl.int64)
     inside = m_inside[:, None] & n_inside[None, :]
     total_ptr += tl.program_id(1).to(tl.int64) * total_part
     total_ptr += m.to(tl.int64)[:, None] * total_row + n.to(tl.int64)[None, :] * total_column

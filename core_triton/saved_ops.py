@@ -338,7 +338,9 @@ def run_saved_gradients(
             input_factor = torch.where(factor == 0, 0.0, factor * saved.rho)
             head = needs_grad._replace(d_input=False)
             problem = ops.make_problem("gradients", of_first, options, input_factor, head)
-            d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
+            plan = plan_of(problem)
+            tiles = ops.tiles_of(plan)
+            d_head = chunked.saved_gradients(tiles, problem, plan.chunk_config, saved, needs_grad, d_head)
     if d_input is not None:
         of_saved = Gradients(saved.unit_d_input, None, None)
         results = Gradients(d_input[first], None, None)

@@ -1135,14 +1135,19 @@ def run_float32_chunks() -> None:
         ("all", {"linear_bias": bias, "logit_scale": 0.7, "softcap": 5.0, "reduction": "sum"}),
         ("into", {"grad_into": into.clone()}),
         ("none", {"reduction": "none"}),
+        ("saved", {"reduction": "none", "saved_budget": 2**20}),
     )
     for name, options in calls:
+        each = options.get("reduction") == "none"
         leaves = [tensor.clone().requires_grad_() for tensor in (x, w)]
         with mock.patch.object(float32_matmuls, "_launch", wraps=float32_matmuls._launch) as launches:
             loss = core_triton.linear_cross_entropy(
                 leaves[0], leaves[1], target, memory_budget=2**19, implementation="triton", **options
             )
-            ((loss * upstream) if name == "none" else loss).sum().backward()
+            forward = launches.call_count
+            ((loss * upstream) if each else loss).sum().backward()
+        if name == "saved" and launches.call_count <= forward:
+            raise AssertionError("the kernel must multiply saved rows")
         if launches.call_count <= 6:
             raise AssertionError(f"{name}: the kernel must multiply several chunks, got {launches.call_count} launches")
         exact = [tensor.double().requires_grad_() for tensor in (x, w)]
@@ -1150,7 +1155,7 @@ def run_float32_chunks() -> None:
         softcap = options.get("softcap", torch.inf)
         logits = logits if softcap == torch.inf else softcap * torch.tanh(logits / softcap)
         want = torch.nn.functional.cross_entropy(logits, target, reduction=options.get("reduction", "mean"))
-        ((want * upstream) if name == "none" else want).sum().backward()
+        ((want * upstream) if each else want).sum().backward()
         pairs = {"loss": (loss.detach(), want.detach()), "d_input": (leaves[0].grad, exact[0].grad)}
         d_weight = exact[1].grad
         assert d_weight is not None

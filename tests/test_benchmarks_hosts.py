@@ -411,8 +411,20 @@ def test_rows_of_other_hosts_stay_beside_a_new_version(tmp_path: Path, capsys: p
     assert results.merge(old, [new], KEY) == json.loads(new.read_text())["rows"]
     assert [one["tokens_per_s"] for one in json.loads(old.read_text())["rows"]] == [1.0, 3.0, 4.0]
     assert json.loads(old.read_text())["versions"] == versions | {"maxtext": "0.2.5"}
+    assert "1 rows of {'maxtext': '0.2.4'}" in capsys.readouterr().err
     fresh = results.ResultFile(new, "H200", {"torch": "1", "transformers": "6"}, "c0ffee", KEY)
     assert not fresh.rows  # every host depends on it
+    other = tmp_path / "other.json"
+    of_trl = [{**row("trl", "ours", 5.0, 1.0), "date": "2099-01-01"}]
+    head = {"device": "H200", "commit": "c0ffee", "date": "2099-01-01"}
+    other.write_text(json.dumps({**head, "versions": {"torch": "1"}, "rows": of_trl}))
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps({"device": "H200", "versions": versions, "date": "2026-01-01", "rows": dated}))
+    merged = results.merge(tmp_path / "merged.json", [older, new, other], KEY)  # the newest has no MaxText
+    assert [one["tokens_per_s"] for one in merged if one["host"] == "maxtext"] == [4.0]
+    other.write_text(other.read_text().replace('"torch": "1"', '"torch": "2"'))
+    with pytest.raises(ValueError, match=r"older\.json is of H200, {'torch': '1', .*, and another is not"):
+        results.merge(tmp_path / "refused.json", [older, other], KEY)
 
 
 def test_the_page_has_the_tables_of_the_recorded_results() -> None:
