@@ -129,9 +129,9 @@ def choose_stored(
     exchanged: int = 0,
     programs: int = 0,
     budget: int,
-) -> tuple[ChunkConfig, int]:
-    """Returns the chunks of a call of `stored_logits.py`, and how many waves of programs of `float32_matmuls.py` may
-    share the inner dimension of tiles.
+) -> tuple[ChunkConfig, int, int]:
+    """Returns the chunks of a call of `stored_logits.py`, and for `float32_matmuls.py` the number of programs, 0 if the
+    chunks have too few rows, and in how many waves they may share the inner dimension of tiles.
 
     The sums of waves take up to a sixteenth of the budget, and less where logits would be computed twice otherwise.
 
@@ -167,15 +167,15 @@ def choose_stored(
 
     chunks, model = choose(0)
     if not programs or chunks.rows < FLOAT32_BLOCK:  # most of a tile of fewer rows would be empty
-        return chunks, 0
+        return chunks, 0, 0
     least, keeps = model.bytes(MIN_ROWS, min(classes, MIN_VOCAB_CHUNK)), chunks.keeps_logits
     for waves in range(min(FLOAT32_WAVES, min(budget // 16, budget - least) // of_wave), -1, -1):
         chunks, model = choose(waves)
         if chunks.keeps_logits == keeps and chunks.rows >= FLOAT32_BLOCK:
             break
     if not FLOAT32_BLOCK < chunks.rows < tokens:
-        return chunks, waves
+        return chunks, programs, waves
     most = model.rows_within(budget, chunks.vocab_chunk) // FLOAT32_BLOCK  # whole tiles, in chunks of about equal rows
     tiles = -(-tokens // FLOAT32_BLOCK)
     rows = -(-tiles // -(-tiles // most)) * FLOAT32_BLOCK
-    return replace(chunks, rows=rows, bytes=model.bytes(rows, chunks.vocab_chunk)), waves
+    return replace(chunks, rows=rows, bytes=model.bytes(rows, chunks.vocab_chunk)), programs, waves

@@ -1,10 +1,10 @@
 """Matmuls of float32 operands on tensor cores, with the precision of float32.
 
 A float32 number has 24 bits. It is the sum of three bfloat16 numbers of 8 bits each, its parts. There are two
-exceptions: numbers below 2**-110 lose bits, and numbers of 3.39e38 or more become infinite. The product of two float32
-numbers is the sum of nine products of parts. The kernel adds the six largest ones. The other three are less than 2**-25
-of the result, and float32 rounds to 2**-24. Tensor cores add the products of one step of the inner dimension. The steps
-are added in float32. Triton's compiler splits the operands.
+exceptions: numbers below 2**-110 lose bits, and numbers of 3.39e38 or more become infinite. So a matmul of two float32
+matrices is the sum of nine matmuls of parts. The kernel computes six. The numbers of the other three are less than
+2**-25 of the result, and float32 rounds to 2**-24. Tensor cores add up one step of the inner dimension. The steps are
+added in float32. Triton's compiler splits the operands.
 
 Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 Computations (2019).
@@ -23,7 +23,7 @@ BLOCK_K = 64  # inner numbers of a step; three steps of two operands fit the sha
 GROUP = 8  # row blocks that are computed with a column block before the next one, so that they find it in the L2 cache
 LEAST_INNER = 1024  # inner numbers of a program that shares a tile, so that its sums take little of the time
 # TF32 parts are faster, but GPUs read them only along rows that are contiguous, and results must not depend on strides.
-PRODUCTS = "bf16x6"
+INPUT_PRECISION = "bf16x6"
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def float32_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    PRODUCTS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
     """Writes a tile of a @ b, or adds it, (rows, columns) float32, for `part_inner` numbers of the inner dimension.
 
@@ -75,7 +75,7 @@ def float32_matmul_kernel(
             k_inside = start + k < inner
             a = tl.load(a_ptr, mask=m_inside[:, None] & k_inside[None, :], other=0.0)
             b = tl.load(b_ptr, mask=k_inside[:, None] & n_inside[None, :], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRODUCTS)
+        total = tl.dot(a, b, total, input_precision=INPUT_PRECISION)
         a_ptr += BLOCK_K * tl.cast(a_inner, tl.int64)
         b_ptr += BLOCK_K * tl.cast(b_inner, tl.int64)
     inside = m_inside[:, None] & n_inside[None, :]
@@ -146,7 +146,7 @@ def _launch(total: Tensor, a: Tensor, b: Tensor, parts: int, *, first: bool) -> 
         BLOCK_N=FLOAT32_BLOCK,
         BLOCK_K=BLOCK_K,
         GROUP=GROUP,
-        PRODUCTS=PRODUCTS if a.is_cuda else "ieee",  # the interpreter multiplies in float32
+        INPUT_PRECISION=INPUT_PRECISION if a.is_cuda else "ieee",  # the interpreter multiplies in float32
         num_warps=8,
         num_stages=3,
     )

@@ -540,8 +540,7 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a float32 call, whose logits are stored, and kernels make two passes over them."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     allowed = key.device.capability == tile_config.FLOAT32_CAPABILITY and key.float32_kernel
-    programs = key.device.multiprocessors if allowed else 0
-    chunks, waves = choose_stored(
+    chunks, programs, waves = choose_stored(
         tokens=tokens,
         hidden=hidden,
         classes=key.classes,
@@ -552,11 +551,9 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan:
         copies_rows=not x.gemm_compatible(),
         copied=key.copied_bytes,
         exchanged=_exchanged(key),
-        programs=programs,
+        programs=key.device.multiprocessors if allowed else 0,
         budget=key.memory_budget,
     )
-    if chunks.rows < tile_config.FLOAT32_BLOCK:  # most of a tile would be empty
-        programs = 0
     of_call = {"float32_programs": programs, "float32_waves": waves, **_of_call(key)}
     return ExecutionPlan(key.implementation, "stored_logits", chunks, key.device.gpu, **of_call)
 

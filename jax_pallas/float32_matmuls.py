@@ -1,10 +1,10 @@
 """Matmuls of float32 operands on tensor cores, with the precision of float32.
 
 A float32 number has 24 bits. It is the sum of three bfloat16 numbers of 8 bits each, its parts. There are two
-exceptions: numbers below 2**-110 lose bits, and numbers of 3.39e38 or more become infinite. The product of two float32
-numbers is the sum of nine products of parts. The kernel adds the six largest ones. The other three are less than 2**-25
-of the result, and float32 rounds to 2**-24. Tensor cores add the products of one step of the inner dimension. The steps
-are added in float32.
+exceptions: numbers below 2**-110 lose bits, and numbers of 3.39e38 or more become infinite. So a matmul of two float32
+matrices is the sum of nine matmuls of parts. The kernel computes six. The numbers of the other three are less than
+2**-25 of the result, and float32 rounds to 2**-24. Tensor cores add up one step of the inner dimension. The steps are
+added in float32.
 
 Method: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 Computations (2019).

@@ -312,13 +312,15 @@ def test_stored_chunks_cover_and_fit(options: dict[str, Any], programs: int, tim
     least = refusal(core_triton.chunk_config.choose_stored, options | {"programs": programs})
     assert least == refusal(core_triton.chunk_config.choose_stored, options)
     budget = least + times * more
-    config, waves = core_triton.chunk_config.choose_stored(**options, programs=programs, budget=budget)
+    config, used, waves = core_triton.chunk_config.choose_stored(**options, programs=programs, budget=budget)
     sums = waves * programs * 4 * core_triton.tile_config.FLOAT32_BLOCK**2
     assert 0 <= waves <= 3 * (programs > 0)
-    alone, _ = core_triton.chunk_config.choose_stored(**options, budget=budget)
+    alone, *_ = core_triton.chunk_config.choose_stored(**options, budget=budget)
     assert config.keeps_logits == alone.keeps_logits  # sums take no memory that saves a matmul
     if alone.rows < core_triton.tile_config.FLOAT32_BLOCK:
-        assert (config, waves) == (alone, 0)
+        assert (config, used, waves) == (alone, 0, 0)
+    else:
+        assert used == programs
     assert sums <= budget // 16
     tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
