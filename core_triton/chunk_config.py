@@ -7,7 +7,8 @@ They determine speed and memory. They change results only by rounding.
 from dataclasses import replace
 from typing import Any
 
-from core_triton.tile_config import FLOAT32_BLOCK, FLOAT32_WAVES, padded
+from core_triton.tile_config import padded
+from linear_ce import float32_tiles
 from linear_ce.chunking import (
     MIN_ROWS,
     MIN_VOCAB_CHUNK,
@@ -154,7 +155,7 @@ def choose_stored(
     """
     per_row = 4 * hidden * (second + copies_rows + d_input) + 128 + exchanged
     per_class = 4 * hidden * copies_head + 32
-    of_wave = 4 * FLOAT32_BLOCK**2 * programs
+    of_wave = 4 * float32_tiles.BLOCK**2 * programs
 
     def choose(waves: int) -> tuple[ChunkConfig, WorkspaceModel]:
         fixed = 64 * tokens + 8 * classes + 4096 + copied + waves * of_wave
@@ -166,16 +167,18 @@ def choose_stored(
         return chunks, keeping if chunks.keeps_logits else recomputing
 
     chunks, model = choose(0)
-    if not programs or chunks.rows < FLOAT32_BLOCK:  # most of a tile of fewer rows would be empty
+    if not programs or chunks.rows < float32_tiles.BLOCK:  # most of a tile of fewer rows would be empty
         return chunks, 0, 0
     least, keeps = model.bytes(MIN_ROWS, min(classes, MIN_VOCAB_CHUNK)), chunks.keeps_logits
-    for waves in range(min(FLOAT32_WAVES, min(budget // 16, budget - least) // of_wave), -1, -1):
+    for waves in range(min(float32_tiles.WAVES, min(budget // 16, budget - least) // of_wave), -1, -1):
         chunks, model = choose(waves)
-        if chunks.keeps_logits == keeps and chunks.rows >= FLOAT32_BLOCK:
+        if chunks.keeps_logits == keeps and chunks.rows >= float32_tiles.BLOCK:
             break
-    if not FLOAT32_BLOCK < chunks.rows < tokens:
+    if not float32_tiles.BLOCK < chunks.rows < tokens:
         return chunks, programs, waves
-    most = model.rows_within(budget, chunks.vocab_chunk) // FLOAT32_BLOCK  # whole tiles, in chunks of about equal rows
-    tiles = -(-tokens // FLOAT32_BLOCK)
-    rows = -(-tiles // -(-tiles // most)) * FLOAT32_BLOCK
+    most = (
+        model.rows_within(budget, chunks.vocab_chunk) // float32_tiles.BLOCK
+    )  # whole tiles, in chunks of about equal rows
+    tiles = -(-tokens // float32_tiles.BLOCK)
+    rows = -(-tiles // -(-tiles // most)) * float32_tiles.BLOCK
     return replace(chunks, rows=rows, bytes=model.bytes(rows, chunks.vocab_chunk)), programs, waves

@@ -17,11 +17,8 @@ from torch import Tensor
 
 from core_triton import problem
 from core_triton.launch import cdiv, launch
-from core_triton.tile_config import FLOAT32_BLOCK
+from linear_ce import float32_tiles
 
-BLOCK_K = 64  # inner numbers of a step; three steps of two operands fit the shared memory. 32: about a tenth slower
-GROUP = 8  # row blocks that are computed with a column block before the next one, so that they find it in the L2 cache
-LEAST_INNER = 1024  # inner numbers of a program that shares a tile, so that its sums take little of the time
 # TF32 parts are faster, but GPUs read them only along rows that are contiguous, and results must not depend on strides.
 INPUT_PRECISION = "bf16x6"
 
@@ -86,27 +83,6 @@ def float32_matmul_kernel(
     tl.store(total_ptr, total, mask=inside)
 
 
-def _tiles(rows: int, columns: int) -> int:
-    return cdiv(rows, FLOAT32_BLOCK) * cdiv(columns, FLOAT32_BLOCK)
-
-
-def parts_of(rows: int, columns: int, inner: int, programs: int, waves: int) -> int:
-    """Returns how many programs share the inner dimension of a tile. 0: too few programs would run at a time.
-
-    The number is the one with the least time for a tile if all programs take equally long. Where fewer than half of the
-    programs that the GPU can run would have a long inner dimension, a library's GEMM is faster.
-
-    Args:
-        rows, columns, inner: sizes, of which none is 0.
-        programs: number of programs that the GPU runs at a time, a wave.
-        waves: number of waves in which programs share tiles, at most. Their sums take memory.
-    """
-    tiles = _tiles(rows, columns)
-    most = max(1, min(waves * programs // tiles, inner // LEAST_INNER))
-    parts = min(range(1, most + 1), key=lambda parts: cdiv(tiles * parts, programs) / parts)
-    return 0 if inner >= 2 * LEAST_INNER and 2 * tiles * parts < programs else parts
-
-
 def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool, programs: int, waves: int) -> None:
     """Adds a @ b to `total`, or overwrites it if `first`: `problem.add_matmul` for float32 operands.
 
@@ -116,7 +92,7 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool, programs: in
     """
     parts = 0
     if programs and total.numel() and a.numel():
-        parts = parts_of(len(a), b.shape[1], a.shape[1], programs, waves)
+        parts = float32_tiles.parts_of(len(a), b.shape[1], a.shape[1], programs, waves)
     if not parts:
         problem.add_matmul(total, a, b, first=first)
     else:
@@ -128,7 +104,7 @@ def _launch(total: Tensor, a: Tensor, b: Tensor, parts: int, *, first: bool) -> 
     written = total if parts == 1 else total.new_empty((parts, rows, columns))
     launch(
         float32_matmul_kernel,
-        (_tiles(rows, columns), parts),
+        (float32_tiles.tiles_of(rows, columns), parts),
         a,
         b,
         written,
@@ -139,13 +115,13 @@ def _launch(total: Tensor, a: Tensor, b: Tensor, parts: int, *, first: bool) -> 
         *b.stride(),
         *written.stride()[-2:],
         rows * columns,
-        cdiv(cdiv(inner, BLOCK_K), parts) * BLOCK_K,
+        cdiv(cdiv(inner, float32_tiles.BLOCK_K), parts) * float32_tiles.BLOCK_K,
         ADDS=parts == 1 and not first,
-        EVEN=inner % BLOCK_K == 0,
-        BLOCK_M=FLOAT32_BLOCK,
-        BLOCK_N=FLOAT32_BLOCK,
-        BLOCK_K=BLOCK_K,
-        GROUP=GROUP,
+        EVEN=inner % float32_tiles.BLOCK_K == 0,
+        BLOCK_M=float32_tiles.BLOCK,
+        BLOCK_N=float32_tiles.BLOCK,
+        BLOCK_K=float32_tiles.BLOCK_K,
+        GROUP=float32_tiles.GROUP,
         INPUT_PRECISION=INPUT_PRECISION if a.is_cuda else "ieee",  # the interpreter multiplies in float32
         num_warps=8,
         num_stages=3,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
-from linear_ce import chunk_cost
+from linear_ce import chunk_cost, float32_tiles
 from linear_ce.chunk_cost import ROW_BLOCK
 from linear_ce.chunking import (
     LEAST_ROW_GRADIENTS,
@@ -539,7 +539,7 @@ def _chunked_plan(key: PlanKey) -> ExecutionPlan:
 def _stored_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a float32 call, whose logits are stored, and kernels make two passes over them."""
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    allowed = key.device.capability == tile_config.FLOAT32_CAPABILITY and key.float32_kernel
+    allowed = key.device.capability == float32_tiles.CAPABILITY and key.float32_kernel
     chunks, programs, waves = choose_stored(
         tokens=tokens,
         hidden=hidden,

@@ -12,12 +12,6 @@ from linear_ce import chunk_cost
 from linear_ce.chunk_cost import D_BLOCK, GROUP_BYTES, ROW_BLOCK
 from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, BudgetTooSmallError, ChunkConfig, WorkspaceModel
 
-# Of `float32_matmuls.py`. A tile of 128 rows and columns is what the registers of 8 warps hold without spills. Three
-# waves of programs that share tiles can always be nearly whole. It was only measured on GPUs of compute capability 9.0.
-FLOAT32_BLOCK = 128
-FLOAT32_WAVES = 3
-FLOAT32_CAPABILITY = 90
-
 
 @dataclass(frozen=True)
 class TileConfig:

@@ -18,12 +18,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_pallas.tile_config import FLOAT32_BLOCK, FLOAT32_WAVES, cdiv
+from jax_pallas.tile_config import cdiv
 from jax_pallas.triton_launch import arange, load, run, store
-
-BLOCK_K = 64  # inner numbers of a step; three steps of two operands fit the shared memory. 32: about a tenth slower
-GROUP = 8  # row blocks that are computed with a column block before the next one, so that they find it in the L2 cache
-LEAST_INNER = 1024  # inner numbers of a program that shares a tile, so that its sums take little of the time
+from linear_ce import float32_tiles
 
 
 class Float32Matmul(NamedTuple):
@@ -49,10 +46,10 @@ def float32_matmul_kernel(matmul: Float32Matmul, a_ref: Any, b_ref: Any, added_r
     """
     rows, columns, inner, (a_axis, b_axis), _, block, block_k = matmul
     row_blocks, column_blocks = cdiv(rows, block), cdiv(columns, block)
-    group = lax.div(pl.program_id(0), jnp.int32(GROUP * column_blocks))
-    within = pl.program_id(0) - group * (GROUP * column_blocks)
-    height = lax.min(row_blocks - group * GROUP, jnp.int32(GROUP))
-    m = arange((group * GROUP + lax.rem(within, height)) * block, block)[:, None]
+    group = lax.div(pl.program_id(0), jnp.int32(float32_tiles.GROUP * column_blocks))
+    within = pl.program_id(0) - group * (float32_tiles.GROUP * column_blocks)
+    height = lax.min(row_blocks - group * float32_tiles.GROUP, jnp.int32(float32_tiles.GROUP))
+    m = arange((group * float32_tiles.GROUP + lax.rem(within, height)) * block, block)[:, None]
     n = arange(lax.div(within, height) * block, block)[None, :]
     m_inside, n_inside = (None if size % block == 0 else at < size for at, size in ((m, rows), (n, columns)))
     first = pl.program_id(1) * matmul.steps
@@ -115,27 +112,6 @@ def split_matmul(a: Array, b: Array) -> Array:
     return total
 
 
-def _tiles(rows: int, columns: int) -> int:
-    return cdiv(rows, FLOAT32_BLOCK) * cdiv(columns, FLOAT32_BLOCK)
-
-
-def parts_of(rows: int, columns: int, inner: int, programs: int, waves: int) -> int:
-    """Returns how many programs share the inner dimension of a tile. 0: too few programs would run at a time.
-
-    The number is the one with the least time for a tile if all programs take equally long. Where fewer than half of the
-    programs that the GPU can run would have a long inner dimension, a library's GEMM is faster.
-
-    Args:
-        rows, columns, inner: sizes, of which none is 0.
-        programs: number of programs that the GPU runs at a time, a wave.
-        waves: number of waves in which programs share tiles, at most. Their sums take memory.
-    """
-    tiles = _tiles(rows, columns)
-    most = max(1, min(waves * programs // tiles, inner // LEAST_INNER))
-    parts = min(range(1, most + 1), key=lambda parts: cdiv(tiles * parts, programs) / parts)
-    return 0 if inner >= 2 * LEAST_INNER and 2 * tiles * parts < programs else parts
-
-
 def add_matmul(total: Array | None, a: Array, b: Array, contract: tuple[int, int], *, programs: int) -> Array | None:
     """Returns total + the matmul of a and b, contracted over one axis of each, or None if XLA should multiply.
 
@@ -145,11 +121,11 @@ def add_matmul(total: Array | None, a: Array, b: Array, contract: tuple[int, int
         programs: number of programs that the GPU runs at a time.
     """
     rows, columns, inner = a.shape[1 - contract[0]], b.shape[1 - contract[1]], a.shape[contract[0]]
-    parts = parts_of(rows, columns, inner, programs, FLOAT32_WAVES) if rows * columns * inner else 0
+    parts = float32_tiles.parts_of(rows, columns, inner, programs, float32_tiles.WAVES) if rows * columns * inner else 0
     if not parts:
         return None
-    matmul = Float32Matmul(rows, columns, inner, contract, parts, FLOAT32_BLOCK, BLOCK_K)
-    added, grid = total if parts == 1 else None, (_tiles(rows, columns), parts)
+    matmul = Float32Matmul(rows, columns, inner, contract, parts, float32_tiles.BLOCK, float32_tiles.BLOCK_K)
+    added, grid = total if parts == 1 else None, (float32_tiles.tiles_of(rows, columns), parts)
     results = (jax.ShapeDtypeStruct((parts * rows, columns), jnp.float32),)
     (written,) = run(float32_matmul_kernel, matmul, (a, b, added), results, grid, in_place=int(added is not None))
     if parts > 1:

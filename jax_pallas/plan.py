@@ -12,7 +12,7 @@ from jax_pallas import launch, tile_config
 from jax_pallas.chunk_config import choose_chunked, choose_stored
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
-from linear_ce import chunk_cost
+from linear_ce import chunk_cost, float32_tiles
 from linear_ce.chunking import (
     LEAST_ROW_GRADIENTS,
     ChunkConfig,
@@ -535,8 +535,8 @@ def _stored_plan(key: PlanKey) -> ExecutionPlan | None:
     if chunks is None:
         return None
     programs = 0
-    few = chunks.rows < tile_config.FLOAT32_BLOCK  # most of a tile would be empty
-    if key.device.capability == tile_config.FLOAT32_CAPABILITY and key.float32_kernel and not few:
+    few = chunks.rows < float32_tiles.BLOCK  # most of a tile would be empty
+    if key.device.capability == float32_tiles.CAPABILITY and key.float32_kernel and not few:
         programs = key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors
     of_call = {"float32_programs": programs, **_of_call(key)}
     return ExecutionPlan("chunked", "stored_logits", chunks, key.device.gpu, **of_call)

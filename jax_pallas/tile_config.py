@@ -28,13 +28,6 @@ class TileConfig:
     block_v: int
 
 
-# Of `float32_matmuls.py`. The registers of 8 warps hold a tile of 128 rows and columns without spills. With up to three
-# waves, programs that share tiles keep nearly all of the GPU busy. The kernel was measured on capability 9.0 only.
-FLOAT32_BLOCK = 128
-FLOAT32_WAVES = 3
-FLOAT32_CAPABILITY = 90
-
-
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

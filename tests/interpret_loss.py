@@ -69,6 +69,7 @@ from core_triton.plan import DeviceInfo
 from core_triton.problem import NeedsGrad, Problem, halves, plan_of
 from core_triton.stored_logits import STORED_TILES
 from core_triton.token_hook import TokenHook
+from linear_ce import float32_tiles
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
@@ -1108,9 +1109,9 @@ def run_float32_matmuls() -> None:
 
     layouts = ("by rows", "by columns", "strided")
     with (
-        mock.patch.object(float32_matmuls, "FLOAT32_BLOCK", 32),
-        mock.patch.object(float32_matmuls, "BLOCK_K", 16),
-        mock.patch.object(float32_matmuls, "LEAST_INNER", 32),
+        mock.patch.object(float32_tiles, "BLOCK", 32),
+        mock.patch.object(float32_tiles, "BLOCK_K", 16),
+        mock.patch.object(float32_tiles, "LEAST_INNER", 32),
     ):
         for rows, inner, columns in ((5, 100, 3), (5, 80, 3), (64, 96, 64), (33, 50, 1), (0, 4, 5)):
             every = itertools.product(layouts, repeat=3) if columns == 3 else [layouts]

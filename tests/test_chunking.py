@@ -16,7 +16,7 @@ import core_triton.chunk_config
 import core_triton.tile_config
 import jax_pallas.chunk_config
 from core_triton.tile_config import DInputTiling, choose_ampere_tile, choose_d_input_tiling, choose_tile
-from linear_ce import chunking
+from linear_ce import chunking, float32_tiles
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 FRAMEWORKS = (core_triton.chunk_config, jax_pallas.chunk_config)
@@ -313,11 +313,11 @@ def test_stored_chunks_cover_and_fit(options: dict[str, Any], programs: int, tim
     assert least == refusal(core_triton.chunk_config.choose_stored, options)
     budget = least + times * more
     config, used, waves = core_triton.chunk_config.choose_stored(**options, programs=programs, budget=budget)
-    sums = waves * programs * 4 * core_triton.tile_config.FLOAT32_BLOCK**2
+    sums = waves * programs * 4 * float32_tiles.BLOCK**2
     assert 0 <= waves <= 3 * (programs > 0)
     alone, *_ = core_triton.chunk_config.choose_stored(**options, budget=budget)
     assert config.keeps_logits == alone.keeps_logits  # sums take no memory that saves a matmul
-    if alone.rows < core_triton.tile_config.FLOAT32_BLOCK:
+    if alone.rows < float32_tiles.BLOCK:
         assert (config, used, waves) == (alone, 0, 0)
     else:
         assert used == programs
@@ -442,3 +442,10 @@ def test_models_fit_the_budgets_of_the_kernels(
             plan_c = core_triton.tile_config.choose_recomputed(**options, budget=budget)
             assert plan_c.rows >= min(tokens, 1024)
             assert plan_c.vocab_chunk >= 1024
+
+
+def test_programs_that_share_tiles_of_float32_matmuls_are_about_whole_waves() -> None:
+    sizes = {(768, 896, 151936): 3, (384, 2304, 256000): 7, (768, 4096, 128256): 2, (896, 4096, 128256): 1}
+    assert {size: float32_tiles.parts_of(*size, 132, 3) for size in sizes} == sizes
+    assert float32_tiles.parts_of(768, 151936, 896, 132, 3) == 1
+    assert float32_tiles.parts_of(128, 896, 151936, 132, 0) == 0, "seven programs: a library's GEMM is faster"

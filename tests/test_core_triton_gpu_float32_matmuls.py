@@ -71,7 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_gradients_of_several_chunks_are_those_of_float64(options: dict[str, Any], vocab_axis: int) -> None:
     """The kernel adds to d_weight in the loop over chunks. The reference is PyTorch's, in float64."""
     torch.manual_seed(0)
-    n, hidden, vocab = 1000, 192, 20011
+    n, hidden, vocab = 4000, 192, 20011
     x = torch.randn(n, hidden, device="cuda").requires_grad_()
     w = torch.randn((vocab, hidden) if vocab_axis == 0 else (hidden, vocab), device="cuda").requires_grad_()
     bias, into = torch.randn(vocab, device="cuda"), torch.randn(vocab, hidden, device="cuda")
@@ -84,11 +84,11 @@ def test_gradients_of_several_chunks_are_those_of_float64(options: dict[str, Any
         given["grad_into"] = into.clone()
     each = options.get("reduction") == "none"
     with mock.patch.object(float32_matmuls, "_launch", wraps=float32_matmuls._launch) as launches:
-        loss = linear_cross_entropy(x, head, target, memory_budget=2**26, **given)
+        loss = linear_cross_entropy(x, head, target, memory_budget=2**28, **given)
         forward = launches.call_count
         loss = (loss * upstream).sum() if each else loss
         loss.backward()
-    assert launches.call_count > 6, "several chunks are multiplied by the kernel"
+    assert launches.call_count >= 6, "the kernel computes the three matmuls of two chunks"
     if each:
         assert launches.call_count > forward
     found = loss, x.grad, given.get("grad_into", w.grad)

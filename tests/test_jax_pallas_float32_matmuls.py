@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from jax_pallas import float32_matmuls
+from linear_ce import float32_tiles
 
 SHAPES = [(5, 100, 3), (5, 80, 3), (64, 96, 64), (33, 50, 1)]  # rows, inner and columns; programs share the second
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float32_matmuls, "FLOAT32_BLOCK", 32)
-    monkeypatch.setattr(float32_matmuls, "BLOCK_K", 16)
-    monkeypatch.setattr(float32_matmuls, "LEAST_INNER", 32)
+    monkeypatch.setattr(float32_tiles, "BLOCK", 32)
+    monkeypatch.setattr(float32_tiles, "BLOCK_K", 16)
+    monkeypatch.setattr(float32_tiles, "LEAST_INNER", 32)
 
 
 def multiplied(a: np.ndarray, b: np.ndarray, total: np.ndarray | None, axes: tuple[int, int]) -> np.ndarray:
@@ -39,7 +40,7 @@ def test_errors_are_those_of_float32(shape: tuple[int, int, int], axes: tuple[in
             (rows, columns),
         )
     )
-    parts = float32_matmuls.parts_of(rows, columns, inner, 3, float32_matmuls.FLOAT32_WAVES)
+    parts = float32_tiles.parts_of(rows, columns, inner, 3, float32_tiles.WAVES)
     assert (parts > 1) == (inner in (100, 80, 96))
     exact, magnitude = (
         np.tensordot(change(a.astype(np.float64)), change(b.astype(np.float64)), ((axes[0],), (axes[1],)))
@@ -58,11 +59,3 @@ def test_infinite_numbers_and_nan_are_where_those_of_numpy_are() -> None:
     b[5, 20] = 0.0
     with np.errstate(invalid="ignore"):
         np.testing.assert_allclose(multiplied(a, b, None, (1, 0)), a @ b, rtol=1e-4, atol=1e-4)
-
-
-def test_parts_are_about_whole_waves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    sizes = {(768, 896, 151936): 3, (384, 2304, 256000): 7, (768, 4096, 128256): 2, (896, 4096, 128256): 1}
-    assert {size: float32_matmuls.parts_of(*size, 132, 3) for size in sizes} == sizes
-    assert float32_matmuls.parts_of(768, 151936, 896, 132, 3) == 1
-    assert float32_matmuls.parts_of(128, 896, 151936, 132, 0) == 0, "seven programs: XLA's GEMM is faster"

@@ -9,8 +9,9 @@ import pytest
 from assertions import check, check_many_logits
 from quick_cases import quick_names, quick_parameters
 
-from jax_pallas import float32_matmuls, plan
+from jax_pallas import plan
 from jax_pallas.launch import DeviceInfo
+from linear_ce import float32_tiles
 from linear_ce.chunking import ChunkConfig
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import LossSpec
@@ -60,7 +61,7 @@ def test_stored_logits_of_all_classes(case: Case, capability: int, monkeypatch: 
     monkeypatch.setattr(plan, "choose_chunked", in_tiles)
     monkeypatch.setattr(plan, "choose_stored", in_three_chunks)
     monkeypatch.setattr(plan, "_stored_plan", of_gpu)
-    monkeypatch.setattr(float32_matmuls, "FLOAT32_BLOCK", 32)
+    monkeypatch.setattr(float32_tiles, "BLOCK", 32)
     plan.make_plan.cache_clear()
     try:
         check("jax-chunked", case)
