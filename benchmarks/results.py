@@ -56,7 +56,7 @@ def commit(*more: str, root: Path = ROOT) -> str:
 KERNELS = {"torch": "core_triton", "jax": "jax_pallas"}
 PATHS = ("scaled_exp", "recompute", "stored_logits")
 NO_KERNELS = ("token_hook",)  # imported by the paths, but it launches none of their kernels
-CHOICES = ("chunk_cost.py", "chunking.py", "gpus.py")
+CHOICES = ("chunk_cost.py", "chunking.py", "float32_tiles.py", "gpus.py")
 
 
 def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOICES) -> str:
