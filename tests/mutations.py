@@ -597,6 +597,7 @@ LAUNCHES = (
 )
 EDGES = tests("core_triton_interpreted", "error_budget and (pairwise or edges) and not sm80")
 FLOAT32_MATMULS = tests("core_triton_interpreted", "of_float32")
+SHARED_TILES = tests("chunking", "share_tiles")
 JAX_FLOAT32_MATMULS = tests("jax_pallas_float32_matmuls", "")
 JAX_SMOOTHING = tests("jax_pallas_recompute", "every_plan and smoothing")
 ROW_GRADIENTS = (
@@ -926,9 +927,12 @@ STORED_LOGITS = (
     ),
     Mutation("core_triton/stored_logits.py", "tl.where(contributes, d_logits, 0.0)", "d_logits", EDGES),
     Mutation("core_triton/float32_matmuls.py", "min(first + part_inner, inner)", "first + part_inner", FLOAT32_MATMULS),
-    Mutation("core_triton/float32_matmuls.py", "EVEN=inner % BLOCK_K == 0", "EVEN=True", FLOAT32_MATMULS),
+    Mutation("core_triton/float32_matmuls.py", "EVEN=inner % float32_tiles.BLOCK_K == 0", "EVEN=True", FLOAT32_MATMULS),
     Mutation("core_triton/float32_matmuls.py", "ADDS=parts == 1 and not first", "ADDS=not first", FLOAT32_MATMULS),
     Mutation("core_triton/float32_matmuls.py", "written[0] += total", "written[0] -= total", FLOAT32_MATMULS),
+    Mutation("linear_ce/float32_tiles.py", "-(-tiles * parts // programs)", "tiles * parts // programs", SHARED_TILES),
+    Mutation("linear_ce/float32_tiles.py", "2 * tiles * parts < programs", "tiles * parts < programs", SHARED_TILES),
+    Mutation("linear_ce/float32_tiles.py", "waves * programs // tiles, ", "", SHARED_TILES),
     Mutation("jax_pallas/float32_matmuls.py", "- first, jnp.int32(steps)", ", jnp.int32(steps)", JAX_FLOAT32_MATMULS),
     Mutation("jax_pallas/float32_matmuls.py", "if added_ref is not None", "if added_ref is None", JAX_FLOAT32_MATMULS),
     Mutation("jax_pallas/float32_matmuls.py", "(1, 1), (1, 0), (0, 1)", "(1, 1), (1, 0)", JAX_FLOAT32_MATMULS),
