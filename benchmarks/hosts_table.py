@@ -111,9 +111,9 @@ def _table(host: str, variants: Sequence[str], rows: Rows) -> list[str]:
     return [*lines, ""]
 
 
-def _name(key: tuple[Any, ...]) -> str:
-    _, trainer, part, config, seq, batch = key
-    what = [trainer] if trainer else []
+def _name(key: tuple[Any, ...], *, with_host: bool = False) -> str:
+    host, trainer, part, config, seq, batch = key
+    what = [name for name in (host if with_host else None, trainer) if name]
     return ", ".join([*what, *([part] if part == "loss" else []), config, f"{batch} x {seq:,}"])
 
 
@@ -140,12 +140,13 @@ def _verdict(bar: Bar, rows: Rows) -> str:
         if other is None or other["status"] in ("skipped", "failed") or ours["status"] == "skipped":
             continue
         measured += 1
+        name = _name(tuple(key), with_host=len(bar.hosts) > 1)
         if ours["status"] != "ok":
-            missed.append(f"{_name(tuple(key))} ({ours['status']})")
+            missed.append(f"{name} ({ours['status']})")
         elif other["status"] == "ok":
-            missed += _failures(bar, tuple(key), ours, other)
+            missed += _failures(bar, name, ours, other)
             if bar.memory is not None and None in (ours["peak_bytes"], other["peak_bytes"]):
-                without_memory.append(_name(tuple(key)))
+                without_memory.append(name)
     if not measured:
         return "not measured"
     speed = "the speed is " if without_memory else ""
@@ -153,11 +154,11 @@ def _verdict(bar: Bar, rows: Rows) -> str:
     return f"{found}; memory not measured at {'; '.join(without_memory)}" if without_memory else found
 
 
-def _failures(bar: Bar, key: tuple[Any, ...], ours: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
+def _failures(bar: Bar, name: str, ours: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
     speed = ours["tokens_per_s"] / other["tokens_per_s"]
     if speed < bar.speed or (bar.speed == 1 and speed == 1):
-        yield f"{_name(key)} ({speed:.2f} x as fast)"
+        yield f"{name} ({speed:.2f} x as fast)"
     if bar.memory is not None and None not in (ours["peak_bytes"], other["peak_bytes"]):
         memory = ours["peak_bytes"] / other["peak_bytes"]
         if memory > bar.memory or (bar.less and memory == bar.memory):
-            yield f"{_name(key)} ({memory:.2f} x the memory)"
+            yield f"{name} ({memory:.2f} x the memory)"

@@ -512,13 +512,14 @@ SLOWER = {
     ("h100", "torch"): {("falcon-7b", "tight"), ("gemma-2b", "tight"), ("minicpm-2b", "tight")},
     ("h200", "jax"): {
         ("llama4-scout", "tight"),
+        ("gemma2-2b-n32768", "tight"),
         ("gemma2-2b-n65536", "tight"),
     },
 }
 
 
 @pytest.mark.parametrize(
-    ("gpu", "framework", "least"), [("h200", "torch", 260), ("h100", "torch", 264), ("h200", "jax", 197)]
+    ("gpu", "framework", "least"), [("h200", "torch", 260), ("h100", "torch", 264), ("h200", "jax", 200)]
 )
 def test_the_choices_of_the_plan_are_as_fast_as_the_best_rows_of_the_sweep(
     gpu: str, framework: str, least: int
