@@ -22,6 +22,10 @@ from core_triton.row_math import Partial
 
 REDUCE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
+# Functions of torch.distributed. PyTorch 2.14 gave them other names.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
 AGREEMENT_CALLS = 3  # of a group, whose ranks compare what they were given
 
 
@@ -116,7 +120,7 @@ def ordered_sum(tensor: Tensor, ranks: int, group: str) -> Tensor:
     own = received[:size]
     for rank in range(1, ranks):
         own += received[rank * size : (rank + 1) * size]
-    dist.all_gather_into_tensor(parts, own, group=group_of(group))
+    getattr(dist, ALL_GATHER)(parts, own, group=group_of(group))
     return parts[:n]
 
 
@@ -129,19 +133,19 @@ def start_all_sum(tensor: Tensor, group: str) -> Any:
 def start_gather(result: Tensor, own: Tensor, group: str) -> Any:
     """Starts to write the contiguous tensors `own` of all ranks to `result`, one after the other along the first axis.
     `own` may be this rank's part of it. Returns a handle as `start_all_sum` does."""
-    return dist.all_gather_into_tensor(result, own, group=group_of(group), async_op=True)
+    return getattr(dist, ALL_GATHER)(result, own, group=group_of(group), async_op=True)
 
 
 def start_own_sum(own: Tensor, tensor: Tensor, group: str) -> Any:
     """Starts to write to `own` this rank's rows of the sum of a contiguous tensor over the ranks of a group, of which
     each has as many rows. Returns a handle as `start_all_sum` does."""
-    return dist.reduce_scatter_tensor(own, tensor, group=group_of(group), async_op=True)
+    return getattr(dist, REDUCE_SCATTER)(own, tensor, group=group_of(group), async_op=True)
 
 
 def gather(tensor: Tensor, ranks: int, group: str) -> Tensor:
     """Returns the contiguous tensors of all ranks of a group, one after the other along the first axis."""
     result = tensor.new_empty((ranks * len(tensor), *tensor.shape[1:]))
-    dist.all_gather_into_tensor(result, tensor, group=group_of(group))
+    getattr(dist, ALL_GATHER)(result, tensor, group=group_of(group))
     return result
 
 

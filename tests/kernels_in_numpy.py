@@ -304,7 +304,7 @@ class Lines:
             ((left,), (right,)), (of_left, _) = parameters["dimension_numbers"]
             assert not of_left
             return f"dot({given[0]}, {given[1]}, {(left, right)}, {self.constant(np.dtype(result.dtype))})"
-        if kind == "elementwise_inline_asm_p" and parameters["asm"].startswith("mov.b32 $0, $1;"):
+        if kind.startswith("elementwise_inline_asm") and parameters["asm"].startswith("mov.b32 $0, $1;"):
             return given[0]
         raise NotImplementedError(f"{kind} in a kernel: add it to {__name__}")
 

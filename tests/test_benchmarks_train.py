@@ -617,7 +617,7 @@ def test_the_attention_benchmark_reports_what_cannot_run(tmp_path: Path, capsys:
     with quick_compilation():
         assert attention.main([*arguments, "--methods", "xla", "tokamax-mosaic"]) == 0
     rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["xla"]["ms"] > rows["xla"]["forward_ms"] * 0.1 > 0
+    assert min(rows["xla"]["ms"], rows["xla"]["forward_ms"]) > 0
     assert all(1e-4 < rows["xla"][f"err_{name}"] < 1e-2 for name in ("out", "d_query", "d_key", "d_value"))
     assert rows["tokamax-mosaic"]["status"] in ("skipped", "failed")
     assert rows["tokamax-mosaic"]["note"] in capsys.readouterr().out

@@ -343,10 +343,11 @@ def assert_fits(launch: Launch, arch: int) -> None:
         assert MATRIX_UNITS[arch] in compiled.ptx, f"{launch.name} does not use the matrix units"
 
 
-# Bytes of registers that only the ptxas of a later Triton spills, in kernels that the quick tests compile: that of CUDA
-# 12.9 for compute capability 8.0, and that of CUDA 13.4 for 9.0.
+# Bytes of registers that only the ptxas of a later Triton spills, in kernels that the quick tests compile: for compute
+# capability 8.0 that of Triton 3.8 (3.9: 8 bytes of the first kernel only), and for 9.0 that of 3.9.
 SPILLS_OF_LATER_PTXAS = {
-    (80, "ampere_gradients.d_input_kernel(; W_BY_CLASS)"): 8,
+    (80, "ampere_gradients.d_input_kernel(; W_BY_CLASS)"): 16,
+    (80, "ampere_gradients.d_weight_of_old_kernel(; ADDS)"): 8,
     (
         90,
         "hopper_logits.exponentials_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 64]; STORES,W_BY_CLASS,HAS_BIAS,"

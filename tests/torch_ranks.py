@@ -348,7 +348,7 @@ def check_saved_rows(
 
 def assert_saved_rows(rank: int, ranks: int, classes: int, *, padded: bool, kernels: bool) -> None:
     steps, dtype = list[str](), torch.bfloat16 if kernels else torch.float32
-    watched = [(dist, "all_reduce", "sum"), (dist, "all_gather_into_tensor", "numbers")]
+    watched = [(dist, "all_reduce", "sum"), (dist, vocab_shard.ALL_GATHER, "numbers")]
     if kernels:
         from core_triton import scaled_exp, shard_rows
 
