@@ -53,7 +53,7 @@ def choose(device: torch.device, implementation: str | None, gpu: DeviceInfo | N
         return Implementation("chunked", obstacle)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation != "chunked" and obstacle is not None and not _interpreted():
-        raise ValueError(f"implementation {implementation!r} cannot run here: {obstacle}")
+        raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
     return Implementation(implementation, "asked for by name")
 
 

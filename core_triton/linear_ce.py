@@ -671,8 +671,8 @@ def explain(
 
     Raises:
         TypeError: a dtype that is not supported.
-        ValueError: a shape or an option; `implementation` is unknown, or cannot run on input's device; memory_budget
-            cannot hold the smallest chunk; `device` is not one of these names.
+        ValueError: a shape or an option; `implementation` is unknown, or cannot run on the device; memory_budget cannot
+            hold the smallest chunk; `device` is not one of these names.
 
     Example:
         >>> import torch

@@ -395,7 +395,7 @@ def test_explain_of_a_gpu_without_a_name() -> None:
 @pytest.mark.parametrize("implementation", ["triton", "triton_sm80"])
 def test_kernels_requested_by_name_are_refused_where_they_cannot_run(implementation: str) -> None:
     arrays = problem()
-    message = f"implementation '{implementation}' cannot run here: no kernel for cpu devices"
+    message = f"implementation '{implementation}' cannot serve this call: no kernel for cpu devices"
     for call in (core_triton.linear_cross_entropy, core_triton.linear_log_probs):
         with pytest.raises(ValueError, match=message):
             call(**arrays, implementation=implementation)
