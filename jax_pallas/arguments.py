@@ -53,7 +53,7 @@ def choose(
     symbolic = launch.symbolic_limits(input.shape)
     if implementation is not None:
         _check_implementation(implementation, input, linear_weight, vocab_axis)
-        if gpu is not None and (obstacle := launch.device_limits(implementation, gpu.type, capability)) is not None:
+        if (obstacle := launch.device_limits(implementation, platform, capability)) is not None:
             raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
         chosen = Implementation(implementation, "asked for by name")
     elif symbolic is not None:

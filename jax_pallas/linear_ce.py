@@ -709,8 +709,8 @@ def explain(
 
     Raises:
         TypeError: a dtype that is not supported.
-        ValueError: a shape or an option; `implementation` is unknown, or cannot serve these shapes and dtypes, or
-            cannot run on `device`; memory_budget cannot hold the smallest chunk; `device` is not one of these names.
+        ValueError: a shape or an option; `implementation` is unknown, cannot serve these shapes and dtypes, or cannot
+            run on the device; memory_budget cannot hold the smallest chunk; `device` is not one of these names.
 
     Example:
         >>> import jax.numpy as jnp
