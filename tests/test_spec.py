@@ -178,14 +178,18 @@ BAD_ARRAYS = [
     (
         {"linear_bias": ArrayInfo((10,), "bfloat16")},
         ValueError,
-        "linear_bias must have shape (11,) ((V,)), got (10,)",
+        "linear_bias must have shape (11,) (the rows of the head), got (10,)",
     ),
     (
         {"linear_bias": ArrayInfo((11,), "float16")},
         TypeError,
         "linear_bias must be bfloat16 or float32, got float16 (input is bfloat16)",
     ),
-    ({"weight": ArrayInfo((11, 1), "float32")}, ValueError, "weight must have shape (11,) ((V,)), got (11, 1)"),
+    (
+        {"weight": ArrayInfo((11, 1), "float32")},
+        ValueError,
+        "weight must have shape (11,) (the rows of the head), got (11, 1)",
+    ),
     (
         {"weight": ArrayInfo((11,), "int64")},
         TypeError,
