@@ -29,8 +29,8 @@ class LinearCrossEntropy(nn.Module):
     """A linear head and its cross-entropy, `linear_cross_entropy(input, self.weight, target, linear_bias=self.bias,
     ...)`.
 
-    The parameters have the names and the initialization of `torch.nn.Linear(hidden_size, num_classes)`, so the state
-    dict of a head can be loaded unchanged. To tie the head, set `module.weight = embedding.weight`.
+    The parameters have the names and the initialization of `torch.nn.Linear(hidden_size, num_classes, bias=bias)`, so
+    the state dict of a head can be loaded unchanged. To tie the head, set `module.weight = embedding.weight`.
 
     Args:
         hidden_size: D.

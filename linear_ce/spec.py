@@ -188,9 +188,10 @@ def check_arrays(
         )
     vocab, hidden = linear_weight.shape[vocab_axis], linear_weight.shape[1 - vocab_axis]
     if hidden != input.shape[-1]:
+        other = f", whose transpose is {layout}" if vocab == input.shape[-1] else ""
         raise ValueError(
             f"linear_weight must have shape {layout} with D = {input.shape[-1]} as in input {input.shape}, "
-            f"got {linear_weight.shape}"
+            f"got {linear_weight.shape}{other}"
         )
     if (vocab < 1 and not classes) or hidden < 1:  # a shard may have no rows
         raise ValueError(f"linear_weight must have at least one row and one column, got {linear_weight.shape}")

@@ -34,7 +34,7 @@ BAD_ARRAYS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weight other D": (
         {"linear_weight": torch.zeros(50, 9)},
         ValueError,
-        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)",
+        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)$",
     ),
     "weight without rows": ({"linear_weight": torch.zeros(0, 8)}, ValueError, r"linear_weight must .* got \(0, 8\)"),
     "weight bfloat16": (

@@ -35,7 +35,7 @@ BAD_ARRAYS: Bad = {
     "weight other D": (
         {"linear_weight": jnp.zeros((50, 9))},
         ValueError,
-        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)",
+        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)$",
     ),
     "weight of the other axis": (
         {"vocab_axis": 1},

@@ -131,12 +131,12 @@ BAD_ARRAYS = [
     (
         {"linear_weight": ArrayInfo((5, 11), "bfloat16")},
         ValueError,
-        "linear_weight must have shape (V, D) with D = 5 as in input (2, 3, 5), got (5, 11)",
+        "linear_weight must have shape (V, D) with D = 5 as in input (2, 3, 5), got (5, 11), whose transpose is (V, D)",
     ),
     (
         {"vocab_axis": 1},
         ValueError,
-        "linear_weight must have shape (D, V) with D = 5 as in input (2, 3, 5), got (11, 5)",
+        "linear_weight must have shape (D, V) with D = 5 as in input (2, 3, 5), got (11, 5), whose transpose is (D, V)",
     ),
     (
         {"spec": LossSpec(head_precision="float32")},
