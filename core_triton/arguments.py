@@ -53,7 +53,7 @@ def choose(device: torch.device, implementation: str | None, gpu: DeviceInfo | N
         return Implementation("chunked", obstacle)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation != "chunked" and obstacle is not None and not _interpreted():
-        raise ValueError(f"implementation {implementation!r} cannot run here: {obstacle}")
+        raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
     return Implementation(implementation, "asked for by name")
 
 
@@ -397,9 +397,9 @@ def _check_are_tensors(named: dict[str, Any]) -> None:
         if tensor is None and name in _OPTIONAL:
             continue
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name} must be a Tensor{' or None' if name in _OPTIONAL else ''}, got {type(tensor).__name__}"
-            )
+            optional = " or None" if name in _OPTIONAL else ""
+            layer = ": pass its weight, and its bias as linear_bias" if isinstance(tensor, torch.nn.Linear) else ""
+            raise TypeError(f"{name} must be a Tensor{optional}, got {type(tensor).__name__}{layer}")
         if not torch.compiler.is_compiling():
             _check_kind(name, tensor)
 
@@ -437,9 +437,17 @@ def check_transforms(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_layout(name: str, tensor: Tensor) -> None:
+    """Raises TypeError for a sparse or nested tensor."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense Tensor, got {kind}")
+
+
 def _check_kind(name: str, tensor: Tensor) -> None:
     """Raises for a tensor that looks like one and would be treated as another."""
     check_transforms(name, tensor)
+    check_layout(name, tensor)
     if type(tensor).__module__.startswith("torch.distributed"):
         raise TypeError(
             f"{name} must be a plain Tensor, got {type(tensor).__name__}: pass {name}.to_local(), with token_group "

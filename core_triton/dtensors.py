@@ -34,7 +34,7 @@ from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
 from core_triton.scaling import Factors, scaled
-from linear_ce.spec import check_memory_budget
+from linear_ce.spec import check_flag, check_memory_budget
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Gather = Literal["tokens", "head"]
@@ -87,6 +87,7 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     gather, sequence_parallel = given.pop("gather", None), given.pop("sequence_parallel", False)
     if gather not in (None, "tokens", "head"):
         raise ValueError(f'gather must be "tokens", "head" or None, got {gather!r}')
+    check_flag("sequence_parallel", sequence_parallel)
     if given.get("grad_into") is not None:
         raise ValueError("grad_into must be None with DTensors, gather or sequence_parallel")
     for name, value in given.items():
@@ -106,7 +107,7 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bias: Any = given.get("linear_bias")
     # Shards that are gathered may have any sizes.
     if is_dtensor(bias) and w.ndim == 2 and bias.shape != w.shape[:1]:
-        raise ValueError(f"linear_bias must have shape ({w.shape[0]},) ((V,)), got {tuple(bias.shape)}")
+        raise ValueError(f"linear_bias must have shape ({w.shape[0]},) (the rows of the head), got {tuple(bias.shape)}")
     if not is_dtensor(x):
         if not isinstance(x, Tensor):
             raise TypeError(f"input must be a Tensor, got {type(x).__name__}")

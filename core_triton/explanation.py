@@ -7,7 +7,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import gathered_tokens, ops, saved_ops
-from core_triton.arguments import Groups, Implementation, choose, decide, of_vocab_group
+from core_triton.arguments import Groups, Implementation, check_layout, choose, decide, of_vocab_group
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
@@ -53,12 +53,17 @@ def explained(
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     if torch.compiler.is_compiling():
         return choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
-    for name, array in (("input", input), ("linear_weight", linear_weight)):
-        if not isinstance(array, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(array).__name__}")
+    for name, array in (("input", input), ("linear_weight", linear_weight), ("grad_into", grad_into)):
+        optional = name == "grad_into"
+        if isinstance(array, Tensor):
+            check_layout(name, array)
+        elif array is not None or not optional:
+            raise TypeError(f"{name} must be a Tensor{' or None' if optional else ''}, got {type(array).__name__}")
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     check_grad_into(grad_into, input, linear_weight, explains=True)
+    check_flag("gradients", gradients)
     check_flag("with_entropy", with_entropy)
+    check_flag("sequence_parallel", sequence_parallel)
     named = {"input": input, "linear_weight": linear_weight, "target": rows.long(), "grad_into": grad_into}
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named.items() if tensor is not None)
     how = memory_budget, implementation, batch_invariant, saved_budget

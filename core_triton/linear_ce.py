@@ -35,7 +35,7 @@ from core_triton.explanation import Explanation, explained
 from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
-from linear_ce.spec import HeadPrecision, Reduction, check_integer_dtype
+from linear_ce.spec import HeadPrecision, Reduction, check_integer, check_integer_dtype
 from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 
@@ -568,7 +568,7 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
         ignore_index: the only value outside [0, vocab_size) that is allowed.
 
     Raises:
-        TypeError: target is not a tensor of integers.
+        TypeError: target is not a tensor of integers, or vocab_size or ignore_index is not an int.
         ValueError: names how many there are, and the first positions with their values.
 
     Example:
@@ -578,10 +578,12 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
     check_integer_dtype("target", str(target.dtype).removeprefix("torch."))
-    bad = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+    vocab_size, ignore_index = check_integer("vocab_size", vocab_size), check_integer("ignore_index", ignore_index)
+    values = target.long()  # PyTorch does not compare unsigned integers of 16 bits or more
+    bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = bad.nonzero()
     if len(positions):
-        first = ", ".join(f"target{p} = {int(target[tuple(p)])}" for p in positions[:5].tolist())
+        first = ", ".join(f"target{p or ''} = {int(target[tuple(p)])}" for p in positions[:5].tolist())
         raise ValueError(
             f"target must lie in [0, {vocab_size}) or be ignore_index {ignore_index}, "
             f"got {len(positions)} others: {first}"
@@ -613,8 +615,8 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor, with_entropy: bo
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
     tokens = per_token[0] if per_token else torch.empty(64)
-    if not isinstance(tokens, Tensor) or tokens.numel() < 2:
-        raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got {_shape_or_kind(tokens)}")
+    if isinstance(tokens, Tensor) and tokens.numel() < 2:
+        raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got shape {tuple(tokens.shape)}")
     flat = check_per_token(token_loss, per_token, tokens, "per_token[0]")
     with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
     number = torch.arange(1, tokens.numel() + 1, device=tokens.device)
@@ -623,10 +625,6 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor, with_entropy: bo
     if with_entropy:
         arguments.insert(1, 6.0 * torch.frac(0.732 * number))
     token_hook.check_elementwise(token_loss, arguments, with_entropy=with_entropy)
-
-
-def _shape_or_kind(value: Any) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def explain(
@@ -671,8 +669,8 @@ def explain(
 
     Raises:
         TypeError: a dtype that is not supported.
-        ValueError: a shape or an option; `implementation` is unknown, or cannot run on input's device; memory_budget
-            cannot hold the smallest chunk; `device` is not one of these names.
+        ValueError: a shape or an option; `implementation` is unknown, or cannot run on the device; memory_budget cannot
+            hold the smallest chunk; `device` is not one of these names.
 
     Example:
         >>> import torch

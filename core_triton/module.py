@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from core_triton.arguments import IMPLEMENTATIONS
 from core_triton.linear_ce import linear_cross_entropy
 from linear_ce.spec import (
     HeadPrecision,
     LossSpec,
     Reduction,
     check_batch_invariant,
+    check_choice,
     check_integer,
     check_memory_budget,
     check_saved_budget,
@@ -27,8 +29,8 @@ class LinearCrossEntropy(nn.Module):
     """A linear head and its cross-entropy, `linear_cross_entropy(input, self.weight, target, linear_bias=self.bias,
     ...)`.
 
-    The parameters have the names and the initialization of `torch.nn.Linear(hidden_size, num_classes)`, so the state
-    dict of a head can be loaded unchanged. To tie the head, set `module.weight = embedding.weight`.
+    The parameters have the names and the initialization of `torch.nn.Linear(hidden_size, num_classes, bias=bias)`, so
+    the state dict of a head can be loaded unchanged. To tie the head, set `module.weight = embedding.weight`.
 
     Args:
         hidden_size: D.
@@ -93,6 +95,8 @@ class LinearCrossEntropy(nn.Module):
         self.saved_budget = check_saved_budget(
             saved_budget, reduction, grad_into=False, head_precision=self.spec.head_precision
         )
+        if implementation is not None:
+            check_choice("implementation", implementation, IMPLEMENTATIONS)
         self.implementation = implementation
         self.batch_invariant = check_batch_invariant(
             batch_invariant,

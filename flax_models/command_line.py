@@ -1,10 +1,12 @@
-"""Command-line errors: one line on stderr and exit status 2, without usage text or boxes."""
+"""Starts commands, and reports errors in their options: one line on stderr and exit status 2, without usage text."""
 
 import argparse
 import contextlib
 import io
 import itertools
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
@@ -12,6 +14,20 @@ from typing import NoReturn
 # Python's messages for text that is not a number, and the kind of number that is expected.
 NUMBERS = {"invalid literal for int() with base 10": "an integer", "could not convert string to float": "a number"}
 OPTIONAL = {"INT": "an integer", "FLOAT": "a number"}  # tyro's names of the types of an option that may also be None
+
+
+@contextlib.contextmanager
+def silent_interrupts() -> Iterator[None]:
+    """Ctrl-C inside a `with` statement, for imports that take seconds, ends the process: silently, and with status 130.
+
+    No KeyboardInterrupt is raised, because extension modules such as NumPy's replace it by an ImportError.
+    """
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not in the background of a shell
+    if interruptible:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    yield
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class OneLineParser(argparse.ArgumentParser):

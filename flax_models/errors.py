@@ -9,7 +9,11 @@ from pathlib import Path
 
 
 class RunError(Exception):
-    """An error that the user can fix: a wrong path or option, a name already in use, a diverged loss."""
+    """An error that the user can fix: a missing file, a name already in use, a diverged loss."""
+
+
+class UsageError(RunError):
+    """A wrong command line, whatever the files that it names contain."""
 
 
 class Stopped(Exception):

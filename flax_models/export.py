@@ -8,13 +8,20 @@ The adapters of a run with --lora-rank are merged into the weights. With --adapt
 the format that the peft library loads together with the folder that the run started from.
 """
 
-import json
 import sys
+
+from flax_models.command_line import OneLineParser, silent_interrupts
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    with silent_interrupts():
+        from flax_models import export as program
+    sys.exit(program.main())
+
+import json
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from flax_models.command_line import OneLineParser
 from flax_models.data.tokenizer import END, END_ID, write
 from flax_models.data.vocabulary import Vocabulary
 from flax_models.errors import RunError
@@ -151,7 +158,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     print(f"{chosen.out} holds step {step:,} of {chosen.run}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

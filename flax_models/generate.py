@@ -7,8 +7,16 @@
 `flax_models.model.sampling.continue_prompts` samples the tokens.
 """
 
-import argparse
 import sys
+
+from flax_models.command_line import OneLineParser, silent_interrupts
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    with silent_interrupts():
+        from flax_models import generate as program
+    sys.exit(program.main())
+
+import argparse
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +24,6 @@ from typing import NamedTuple
 
 import jax
 
-from flax_models.command_line import OneLineParser
 from flax_models.data.vocabulary import Vocabulary, decoded_after, read_hub_vocabulary
 from flax_models.errors import RunError
 from flax_models.hub.config import config_note, read_config
@@ -100,6 +107,30 @@ def continue_texts(
     return [decoded_after(vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, new_tokens, strict=True)]
 
 
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
+    """Parses the command line; exits with status 2 if it is wrong, whatever the files that it names contain."""
+    command = parser()
+    options = command.parse_args(arguments)
+    try:
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_tokens)
+    except ValueError as error:
+        command.error(f"--{str(error).replace('_', '-')}")
+    try:
+        check_seed(options.seed)
+    except ValueError as error:
+        command.error(str(error))
+    if options.length is not None and options.length < 1:
+        command.error(f"--length must be at least 1, got {options.length}")
+    if options.run is not None:
+        if options.ignore_config_fields:
+            command.error("--ignore-config-fields requires --weights, got --run")
+        if options.dtype is not None:
+            command.error("--dtype requires --weights, got --run")
+    elif options.step is not None or options.allow_older:
+        command.error(f"--{'allow-older' if options.allow_older else 'step'} requires --run, got --weights")
+    return options, sampling
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the command line's options."""
     options = OneLineParser(prog=PROGRAM, description="Continue texts with a trained model.")
@@ -146,28 +177,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit status: 0, 1 for an error that the user can fix, 130 for Ctrl-C."""
-    options = parser().parse_args(arguments)
+    """Runs the command and returns the exit status: 0, 1 for an error that the user can fix, 130 for Ctrl-C. Exits with
+    status 2 if the command line is wrong."""
+    options, sampling = parse(arguments)
     try:
-        try:
-            sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_tokens)
-        except ValueError as error:
-            raise RunError(f"--{str(error).replace('_', '-')}") from None
-        try:
-            check_seed(options.seed)
-        except ValueError as error:
-            raise RunError(str(error)) from None
-        if options.length is not None and options.length < 1:
-            raise RunError(f"--length must be at least 1, got {options.length}")
         if options.run is not None:
-            if options.ignore_config_fields:
-                raise RunError("--ignore-config-fields requires --weights, got --run")
-            if options.dtype is not None:
-                raise RunError("--dtype requires --weights, got --run")
             run = read_run(options.run, step=options.step, allow_older=options.allow_older)
             source = Source(merge(run.model), run.vocabulary)
-        elif options.step is not None or options.allow_older:
-            raise RunError(f"--{'allow-older' if options.allow_older else 'step'} requires --run, got --weights")
         else:
             if note := config_note(options.weights, options.ignore_config_fields):
                 print(f"note: {note}", file=sys.stderr)
@@ -190,7 +206,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(texts) > 1:
             print("---")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

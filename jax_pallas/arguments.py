@@ -53,7 +53,7 @@ def choose(
     symbolic = launch.symbolic_limits(input.shape)
     if implementation is not None:
         _check_implementation(implementation, input, linear_weight, vocab_axis)
-        if gpu is not None and (obstacle := launch.device_limits(implementation, gpu.type, capability)) is not None:
+        if (obstacle := launch.device_limits(implementation, platform, capability)) is not None:
             raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
         chosen = Implementation(implementation, "asked for by name")
     elif symbolic is not None:
@@ -192,7 +192,10 @@ def check_are_arrays(named: dict[str, Any]) -> None:
     for name, array in named.items():
         optional = name not in ("input", "linear_weight", "target")
         if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
-            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
+            wrapped = f": pass jnp.asarray({name})" if hasattr(array, "__jax_array__") else ""  # an nnx.Param
+            raise TypeError(
+                f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}{wrapped}"
+            )
 
 
 def _check_arrays(spec: LossSpec, vocab_axis: int, devices: Devices, infos: dict[str, Any]) -> None:

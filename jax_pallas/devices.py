@@ -126,9 +126,13 @@ def devices_of(
     devices = Devices(check_flag("replicated", replicated), token_axes)
     for name in token_axes:
         check_axis("token_axis_names", name)
-    dtype = check_choice("reduce_dtype", jnp.dtype(reduce_dtype).name, REDUCE_DTYPES)
-    if gather is not None:
-        check_choice("gather", gather, GATHERS)
+    try:
+        dtype = jnp.dtype(reduce_dtype).name
+    except TypeError:  # no name of a dtype, or no dtype
+        dtype = reduce_dtype
+    dtype = check_choice("reduce_dtype", dtype, REDUCE_DTYPES)
+    if gather not in (None, *GATHERS):
+        raise ValueError(f'gather must be "tokens", "head" or None, got {gather!r}')
     if not vocab_axes:
         if dtype != "float32":
             raise ValueError(f"reduce_dtype must be float32 without vocab_axis_name, got {dtype}")

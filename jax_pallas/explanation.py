@@ -90,6 +90,7 @@ def explained(
     shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "devices": devices}
     per_token: Any = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     problem = Problem(flat, linear_weight, None, per_token, per_token, None, **shared)
+    check_flag("gradients", gradients)
     check_flag("with_entropy", with_entropy)
     into = grad_into is not None
     # With a scalar reduction the sum of grad_into is a result of the call: its matmul also runs without gradients.

@@ -40,7 +40,7 @@ from jax_pallas.explanation import Explanation, explained
 from jax_pallas.options import TokenOptions
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_integer_dtype
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_integer, check_integer_dtype
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -617,7 +617,8 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         ignore_index: the only value outside [0, vocab_size) that is allowed.
 
     Raises:
-        TypeError: target is traced, and so has no values yet, or is not an array of integers.
+        TypeError: target is traced, and so has no values yet, or is not an array of integers, or vocab_size or
+            ignore_index is not an int.
         ValueError: names how many there are, and the first positions with their values.
 
     Example:
@@ -629,11 +630,12 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         raise TypeError("target must be a concrete array, got a tracer: call check_targets outside jit, grad and vmap")
     check_are_arrays({"target": target})
     check_integer_dtype("target", str(target.dtype))
+    vocab_size, ignore_index = check_integer("vocab_size", vocab_size), check_integer("ignore_index", ignore_index)
     values = np.asarray(target)
     bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = np.argwhere(bad)
     if len(positions):
-        first = ", ".join(f"target{p} = {int(values[tuple(p)])}" for p in positions[:5].tolist())
+        first = ", ".join(f"target{p or ''} = {int(values[tuple(p)])}" for p in positions[:5].tolist())
         raise ValueError(
             f"target must lie in [0, {vocab_size}) or be ignore_index {ignore_index}, "
             f"got {len(positions)} others: {first}"
@@ -709,8 +711,8 @@ def explain(
 
     Raises:
         TypeError: a dtype that is not supported.
-        ValueError: a shape or an option; `implementation` is unknown, or cannot serve these shapes and dtypes, or
-            cannot run on `device`; memory_budget cannot hold the smallest chunk; `device` is not one of these names.
+        ValueError: a shape or an option; `implementation` is unknown, cannot serve these shapes and dtypes, or cannot
+            run on the device; memory_budget cannot hold the smallest chunk; `device` is not one of these names.
 
     Example:
         >>> import jax.numpy as jnp

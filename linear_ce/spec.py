@@ -188,9 +188,10 @@ def check_arrays(
         )
     vocab, hidden = linear_weight.shape[vocab_axis], linear_weight.shape[1 - vocab_axis]
     if hidden != input.shape[-1]:
+        other = f", whose transpose is {layout}" if vocab == input.shape[-1] else ""
         raise ValueError(
             f"linear_weight must have shape {layout} with D = {input.shape[-1]} as in input {input.shape}, "
-            f"got {linear_weight.shape}"
+            f"got {linear_weight.shape}{other}"
         )
     if (vocab < 1 and not classes) or hidden < 1:  # a shard may have no rows
         raise ValueError(f"linear_weight must have at least one row and one column, got {linear_weight.shape}")
@@ -198,11 +199,11 @@ def check_arrays(
     _check_shape("target", target, input.shape[:-1], "input without its last axis")
     if linear_bias is not None:
         _check_dtype("linear_bias", linear_bias, head_dtypes, f" (input is {input.dtype})")
-        _check_shape("linear_bias", linear_bias, (vocab,), "(V,)")
+        _check_shape("linear_bias", linear_bias, (vocab,), "the rows of the head")
     if weight is not None:
         _check_dtype("weight", weight, FLOAT_DTYPES)
         if classes is None:
-            _check_shape("weight", weight, (vocab,), "(V,)")
+            _check_shape("weight", weight, (vocab,), "the rows of the head")
         else:
             _check_shape("weight", weight, (classes,), "all classes, on every rank")
     if token_weight is not None:

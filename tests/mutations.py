@@ -2061,7 +2061,25 @@ TRAINER = (
         "flax_models/train/arguments.py",
         'unused["batch_size"] =',
         "_ =",
-        tests("flax_train", "user_errors"),
+        tests("flax_train", "wrong_together"),
+    ),
+    Mutation(
+        "flax_models/train/main.py",
+        "2 if isinstance(error, UsageError) else 1",
+        "1",
+        tests("flax_train", "wrong_together"),
+    ),
+    Mutation(
+        "flax_models/command_line.py",
+        "signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))",
+        "pass",
+        tests("wheel", "ctrl_c and export"),
+    ),
+    Mutation(
+        "flax_models/command_line.py",
+        "signal.getsignal(signal.SIGINT) is signal.default_int_handler",
+        "True",
+        tests("wheel", "leave_the_handler"),
     ),
     Mutation(
         "flax_models/train/config.py", "if self.mesh is None and", "if False and", tests("flax_train", "wrong_opt")

@@ -1,5 +1,6 @@
 """Every invalid input of the contract raises an error that names the argument and the value it got."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ BAD_ARRAYS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weight other D": (
         {"linear_weight": torch.zeros(50, 9)},
         ValueError,
-        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)",
+        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)$",
     ),
     "weight without rows": ({"linear_weight": torch.zeros(0, 8)}, ValueError, r"linear_weight must .* got \(0, 8\)"),
     "weight bfloat16": (
@@ -195,6 +196,31 @@ def test_check_targets_names_the_first_bad_positions() -> None:
     with pytest.raises(ValueError, match=r"target must lie in \[0, 10\) or be ignore_index -100, got 2 others") as bad:
         core_triton.check_targets(torch.tensor([[0, 10], [-1, 3]]), 10)
     assert "target[0, 1] = 10, target[1, 0] = -1" in str(bad.value)
+    with pytest.raises(ValueError, match=r"got 1 others: target = 10$"):
+        core_triton.check_targets(torch.tensor(10), 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_check_targets_takes_unsigned_integers(dtype: torch.dtype) -> None:
+    target = torch.tensor([0, 9]).to(dtype)
+    core_triton.check_targets(target, 10)
+    with pytest.raises(ValueError, match=r"got 1 others: target\[1\] = 9$"):
+        core_triton.check_targets(target, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size must be a Python int, got NoneType"),
+        ({"vocab_size": 2.5}, "vocab_size must be a Python int, got float"),
+        ({"vocab_size": torch.Size((10, 8))}, "vocab_size must be a Python int, got Size"),
+        ({"ignore_index": None}, "ignore_index must be a Python int, got NoneType"),
+    ],
+)
+def test_check_targets_names_a_wrong_option(change: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"vocab_size": 10} | change
+    with pytest.raises(TypeError, match=message):
+        core_triton.check_targets(torch.tensor([0]), **options)
 
 
 @pytest.mark.parametrize("target", [np.arange(4), [0, 1]])
@@ -208,11 +234,53 @@ def test_check_targets_takes_integers() -> None:
         core_triton.check_targets(torch.zeros(3), 2)
 
 
+def test_check_token_loss_takes_tensors() -> None:
+    with pytest.raises(TypeError, match=r"per_token\[0\] must be a Tensor, got list"):
+        core_triton.check_token_loss(core_triton.token_losses.weighted_nll(), [1.0, 2.0])  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("name", ["input", "linear_weight"])
 def test_explain_takes_tensors(name: str) -> None:
     arrays: dict[str, Any] = {"input": torch.ones(4, 8), "linear_weight": torch.ones(16, 8)} | {name: [1.0]}
     with pytest.raises(TypeError, match=f"{name} must be a Tensor, got list"):
         core_triton.explain(**arrays)
+    with pytest.raises(TypeError, match=f"{name} must be a dense Tensor, got layout torch.sparse_coo"):
+        core_triton.explain(**{**arrays, name: torch.ones(4, 8).to_sparse()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gradients": "yes"}, "gradients must be a bool, got str"),
+        ({"sequence_parallel": "yes"}, "sequence_parallel must be a bool, got str"),
+        ({"grad_into": True}, "grad_into must be a Tensor or None, got bool"),
+    ],
+)
+def test_explain_names_a_wrong_option(change: dict[str, Any], message: str) -> None:
+    arrays: dict[str, Any] = {"input": torch.ones(4, 8), "linear_weight": torch.ones(16, 8)}
+    with pytest.raises(TypeError, match=message):
+        core_triton.explain(**arrays, **change)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target"])
+def test_a_tensor_that_is_not_dense_is_named(name: str) -> None:
+    arrays = problem()
+    message = f"{name} must be a dense Tensor, got "
+    with pytest.raises(TypeError, match=f"{message}layout torch.sparse_coo"):
+        core_triton.linear_cross_entropy(**{**arrays, name: arrays[name].to_sparse()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([arrays[name], arrays[name]])
+    with pytest.raises(TypeError, match=f"{message}a nested one"):
+        core_triton.linear_cross_entropy(**{**arrays, name: nested})
+
+
+def test_a_layer_in_place_of_its_weight_is_named() -> None:
+    arrays = problem()
+    arrays["linear_weight"] = torch.nn.Linear(8, 100)
+    message = "linear_weight must be a Tensor, got Linear: pass its weight, and its bias as linear_bias$"
+    with pytest.raises(TypeError, match=message):
+        core_triton.linear_cross_entropy(**arrays)
 
 
 def test_check_targets_names_no_more_than_a_few() -> None:
@@ -395,7 +463,7 @@ def test_explain_of_a_gpu_without_a_name() -> None:
 @pytest.mark.parametrize("implementation", ["triton", "triton_sm80"])
 def test_kernels_requested_by_name_are_refused_where_they_cannot_run(implementation: str) -> None:
     arrays = problem()
-    message = f"implementation '{implementation}' cannot run here: no kernel for cpu devices"
+    message = f"implementation '{implementation}' cannot serve this call: no kernel for cpu devices"
     for call in (core_triton.linear_cross_entropy, core_triton.linear_log_probs):
         with pytest.raises(ValueError, match=message):
             call(**arrays, implementation=implementation)
@@ -417,13 +485,21 @@ def test_module_refuses_sizes(sizes: tuple[Any, Any], kind: type[Exception], mes
         core_triton.LinearCrossEntropy(*sizes)
 
 
+def test_sequence_parallel_is_a_bool() -> None:
+    arguments: dict[str, Any] = problem() | {"sequence_parallel": 2}
+    with pytest.raises(TypeError, match="sequence_parallel must be a bool, got int"):
+        core_triton.linear_cross_entropy(**arguments)
+
+
 def test_a_name_of_a_dtype_is_not_a_dtype() -> None:
     arguments: dict[str, Any] = problem() | {"reduce_dtype": "bfloat16"}
     with pytest.raises(ValueError, match=r"reduce_dtype must be torch.float32 or torch.bfloat16, got 'bfloat16'"):
         core_triton.linear_cross_entropy(**arguments)
 
 
-@pytest.mark.parametrize("change", [{"vocab_size": 101}, {"memory_budget": -1}, {"reduction": "all"}])
+@pytest.mark.parametrize(
+    "change", [{"vocab_size": 101}, {"memory_budget": -1}, {"reduction": "all"}, {"implementation": "cuda"}]
+)
 def test_module_refuses_at_construction(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         core_triton.LinearCrossEntropy(8, 100, **change)

@@ -232,7 +232,7 @@ def test_memory_of_an_argument_is_refused(name: str) -> None:
         (torch.zeros(50, 8).bfloat16(), TypeError, "grad_into must be float32, got bfloat16"),
         (torch.zeros(8, 50), ValueError, r"grad_into must have shape \(50, 8\) \(.*\), got \(8, 50\)"),
         (torch.zeros(8, 50).T, ValueError, r"grad_into must be contiguous, got strides \(1, 50\)"),
-        ([1.0], TypeError, "grad_into needs plain tensors, and grad_into is a list"),
+        ([1.0], TypeError, "grad_into must be a Tensor or None, got list"),
     ],
 )
 def test_explain_refuses_what_a_call_does(into: Any, kind: type[Exception], message: str) -> None:

@@ -103,18 +103,19 @@ def test_rows_are_filled_as_requested(place):
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "status", "error"),
     [
-        (["--packing", "windows"], "--packing must be best_fit or none for dialogues, got windows"),
-        (["--batch-tokens", "40"], "--batch-tokens must be at least --max-seq-len 96, got 40"),
+        (["--packing", "windows"], 1, "--packing must be best_fit or none for dialogues, got windows"),
+        (["--batch-tokens", "40"], 2, "--batch-tokens must be at least --max-seq-len 96, got 40"),
         (
             ["--batch-tokens", "300", "--accumulate", "2"],
+            2,
             "--accumulate must divide the 3 rows of 96 tokens of --batch-tokens, got 2",
         ),
     ],
 )
-def test_incompatible_options_are_one_line(place, capsys, options, error):
-    assert start(place, *options) == 1
+def test_incompatible_options_are_one_line(place, capsys, options, status, error):
+    assert start(place, *options) == status
     assert capsys.readouterr().err == f"error: {error}\n"
 
 

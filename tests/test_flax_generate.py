@@ -276,25 +276,12 @@ def test_user_errors_are_one_line(place, capsys, tmp_path):
     write_run(tmp_path / "new", CONFIGS["micro"])
     (tmp_path / "new" / "tokenizer.json").write_bytes((place / "run" / "tokenizer.json").read_bytes())
     for options, message in [
-        ([*weights, *prompt, "--temperature=-1"], "--temperature must be finite and not negative, got -1.0"),
-        ([*weights, *prompt, "--temperature", "inf"], "--temperature must be finite and not negative, got inf"),
-        ([*weights, *prompt, "--top-p", "2"], "--top-p must be in (0, 1], got 2.0"),
-        ([*weights, *prompt, "--seed", "9" * 20], f"--seed must be in [0, 4,294,967,296), got {'9' * 20}"),
-        ([*weights, *prompt, "--seed=-1"], "--seed must be in [0, 4,294,967,296), got -1"),
-        ([*weights, *prompt, "--min-tokens=-1"], "--min-tokens must not be negative, got -1"),
         ([*weights, *prompt, "--length", "9" * 20], "--length must be at most "),
-        ([*weights, *prompt, "--length", "0"], "--length must be at least 1, got 0"),
         ([*weights, "--prompt", ""], "--prompt must have at least one token, got none"),
         ([*run, "--prompt", "wizards " * 30], "--prompt must have fewer tokens than the model's max_seq_len 24, got"),
         (["--weights", str(tmp_path / "bare"), *prompt], "cannot read"),
         (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} is not a run: it has no config.json"),
         (["--run", str(tmp_path / "absent"), *prompt], f"{tmp_path / 'absent'} is not a run: it has no config.json"),
-        ([*weights, *prompt, "--step", "1"], "--step requires --run, got --weights"),
-        ([*run, *prompt, "--dtype", "bfloat16"], "--dtype requires --weights, got --run"),
-        (
-            ["--run", "runs/none", *prompt, "--ignore-config-fields", "a"],
-            "--ignore-config-fields requires --weights, got --run",
-        ),
         ([*run, *prompt, "--step", "5"], f"--step must be one of the checkpoints in {place / 'run'}"),
         (["--run", str(tmp_path / "new"), *prompt], f"{tmp_path / 'new'} has no checkpoint yet"),
     ]:
@@ -302,6 +289,9 @@ def test_user_errors_are_one_line(place, capsys, tmp_path):
         err = capsys.readouterr().err
         assert err.startswith(f"error: {message}"), err
         assert err.count("\n") == 1
+
+
+OF_WEIGHTS, OF_RUN = (["--prompt", "b", option, "a"] for option in ("--weights", "--run"))
 
 
 @pytest.mark.parametrize(
@@ -313,6 +303,17 @@ def test_user_errors_are_one_line(place, capsys, tmp_path):
         (["--run", "a", "--prompt", "b", "--length", "many"], "argument --length: invalid int value: 'many'"),
         (["--run", "a", "--prompt", "b", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--run", "a", "--prompt", "b", "--lenth", "3"], "unrecognized arguments: --lenth 3"),
+        ([*OF_WEIGHTS, "--temperature=-1"], "--temperature must be finite and not negative, got -1.0"),
+        ([*OF_WEIGHTS, "--temperature", "inf"], "--temperature must be finite and not negative, got inf"),
+        ([*OF_WEIGHTS, "--top-p", "2"], "--top-p must be in (0, 1], got 2.0"),
+        ([*OF_WEIGHTS, "--seed", "9" * 20], f"--seed must be in [0, 4,294,967,296), got {'9' * 20}"),
+        ([*OF_WEIGHTS, "--seed=-1"], "--seed must be in [0, 4,294,967,296), got -1"),
+        ([*OF_WEIGHTS, "--min-tokens=-1"], "--min-tokens must not be negative, got -1"),
+        ([*OF_WEIGHTS, "--length", "0"], "--length must be at least 1, got 0"),
+        ([*OF_WEIGHTS, "--step", "1"], "--step requires --run, got --weights"),
+        ([*OF_WEIGHTS, "--allow-older"], "--allow-older requires --run, got --weights"),
+        ([*OF_RUN, "--dtype", "bfloat16"], "--dtype requires --weights, got --run"),
+        ([*OF_RUN, "--ignore-config-fields", "c"], "--ignore-config-fields requires --weights, got --run"),
     ],
 )
 def test_invalid_option_is_one_line(options, message, capsys):

@@ -108,16 +108,8 @@ def test_user_errors_are_one_line_and_leave_no_files(place, capsys):
             ["--data", data, str(place / "wide.txt"), "--vocab-size", "100"],
             "--data: .*wide.txt is not text: it has a null character",
         ),
-        (["--data", data, "--vocab-size", "100"], "--vocab-size must be at least 257"),
         (["--resume"], "--resume: nothing to continue, .*runs has no run tiny"),
         (["--resume", "--name", "b"], "--resume: nothing to continue, .*b is not a run"),
-        (["--name", "a/b"], "--name must be a folder name without a path, got 'a/b'"),
-        (["--rope-factor", "2", "--name", "a/b"], "--rope-factor has no effect with --rope-type default, got 2.0"),
-        (
-            ["--batch-tokens", "256", "--batch-size", "3", "--name", "a/b"],
-            "--batch-size has no effect with --batch-tokens, got 3",
-        ),
-        (["--batch-tokens", "20"], "--batch-tokens must be at least --max-seq-len 128, got 20"),
         (
             ["--hidden-size", "1000000000"],
             "the model is too large: its .* parameters need .* GiB, more than .* got .*--hidden-size 1000000000, ",
@@ -128,6 +120,34 @@ def test_user_errors_are_one_line_and_leave_no_files(place, capsys):
         ),
     ]:
         assert train(place, *options) == 1, options
+        captured = capsys.readouterr()
+        assert re.match(f"error: {message}", captured.err), captured.err
+        assert captured.err.count("\n") == 1
+        assert not (place / "runs").exists()
+
+
+def test_options_that_are_wrong_together_are_a_wrong_command_line(place, capsys):
+    for options, message in [
+        (["--data", str(place / "data"), "--vocab-size", "100"], "--vocab-size must be at least 257"),
+        (["--name", "a/b"], "--name must be a folder name without a path, got 'a/b'"),
+        (["--name", "a/b", "--resume"], "--name must be a folder name without a path, got 'a/b'"),
+        (["--rope-factor", "2", "--name", "a/b"], "--rope-factor has no effect with --rope-type default, got 2.0"),
+        (
+            ["--batch-tokens", "256", "--batch-size", "3", "--name", "a/b"],
+            "--batch-size has no effect with --batch-tokens, got 3",
+        ),
+        (["--batch-tokens", "20"], "--batch-tokens must be at least --max-seq-len 128, got 20"),
+        (["--mesh", "data=1", "--coordinator", "a:1"], "--coordinator requires --process-count and --process-id too"),
+        (
+            ["--mesh", "data=1", "--coordinator", "a", "--process-count", "2", "--process-id", "0"],
+            "--coordinator must be HOST:PORT, got 'a'",
+        ),
+        (
+            ["--mesh", "data=1", "--coordinator", "a:1", "--process-count", "2", "--process-id", "2"],
+            r"--process-id must be in \[0, --process-count\), got 2 of 2",
+        ),
+    ]:
+        assert train(place, *options) == 2, options
         captured = capsys.readouterr()
         assert re.match(f"error: {message}", captured.err), captured.err
         assert captured.err.count("\n") == 1

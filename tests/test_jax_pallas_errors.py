@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax_problem import problem
 
 from jax_pallas.linear_ce import (
@@ -34,7 +35,7 @@ BAD_ARRAYS: Bad = {
     "weight other D": (
         {"linear_weight": jnp.zeros((50, 9))},
         ValueError,
-        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)",
+        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)$",
     ),
     "weight of the other axis": (
         {"vocab_axis": 1},
@@ -201,6 +202,8 @@ def test_check_targets_names_the_first_bad_positions() -> None:
     with pytest.raises(ValueError, match=r"target must lie in \[0, 10\) or be ignore_index -100, got 2 others") as bad:
         check_targets(jnp.array([[0, 10], [-1, 3]]), 10)
     assert "target[0, 1] = 10, target[1, 0] = -1" in str(bad.value)
+    with pytest.raises(ValueError, match=r"got 1 others: target = 10$"):
+        check_targets(jnp.array(10), 10)
     with pytest.raises(ValueError, match="got 1000 others") as bad:
         check_targets(jnp.full((1000,), 7), 7)
     assert len(str(bad.value)) < 300
@@ -216,6 +219,34 @@ def test_check_targets_names_the_first_bad_positions() -> None:
 def test_check_targets_takes_arrays_of_integers(target: Any, message: str) -> None:
     with pytest.raises(TypeError, match=f"target must {message}"):
         check_targets(target, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size must be a Python int, got NoneType"),
+        ({"vocab_size": 2.5}, "vocab_size must be a Python int, got float"),
+        ({"vocab_size": (10, 8)}, "vocab_size must be a Python int, got tuple"),
+        ({"ignore_index": None}, "ignore_index must be a Python int, got NoneType"),
+    ],
+)
+def test_check_targets_names_a_wrong_option(change: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"vocab_size": 10} | change
+    with pytest.raises(TypeError, match=message):
+        check_targets(jnp.array([0]), **options)
+
+
+def test_explain_names_a_wrong_option() -> None:
+    with pytest.raises(TypeError, match="gradients must be a bool, got str"):
+        explain(jnp.ones((4, 8)), jnp.ones((16, 8)), gradients="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_parameter_of_flax_in_place_of_its_array_is_named() -> None:
+    arrays = problem()
+    loss, param = linear_cross_entropy(**arrays), nnx.Param(arrays["linear_weight"])
+    with pytest.raises(TypeError, match=r"got Param: pass jnp.asarray\(linear_weight\)$"):
+        linear_cross_entropy(**{**arrays, "linear_weight": param})
+    assert linear_cross_entropy(**{**arrays, "linear_weight": jnp.asarray(param)}) == loss
 
 
 @pytest.mark.parametrize("name", ["input", "linear_weight"])

@@ -291,6 +291,10 @@ def test_a_named_implementation_that_the_device_lacks_says_so(reduction: Any) ->
     with pytest.raises(ValueError, match=message):
         jax.jit(loss).lower(arrays)
     assert jax.eval_shape(loss, arrays).dtype == jnp.float32  # tracing alone does not raise
+    with pytest.raises(ValueError, match=message):
+        explain(arrays["input"], arrays["linear_weight"], reduction=reduction, implementation="mosaic")
+    of_gpu = explain(arrays["input"], arrays["linear_weight"], implementation="mosaic", device="h200")
+    assert of_gpu.name == "mosaic"
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
@@ -298,11 +302,13 @@ def test_a_named_implementation_that_the_gpu_lacks_says_so(kind: str) -> None:
     device = AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
     arrays = problem(40, 64, 128, dtype=jnp.bfloat16)
     call = jax.jit(lambda arrays: linear_cross_entropy(**arrays, implementation="mosaic"))
-    with (
-        use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
-        pytest.raises(ValueError, match=r"the Hopper kernels need compute capability 9\.0, the device has (8|10)\.0"),
-    ):
-        call.trace(arrays).lower(lowering_platforms=("cuda",))
+    message = r"the Hopper kernels need compute capability 9\.0, the device has (8|10)\.0"
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        with pytest.raises(ValueError, match=message):
+            call.trace(arrays).lower(lowering_platforms=("cuda",))
+        like = (jax.ShapeDtypeStruct(arrays[name].shape, jnp.bfloat16) for name in ("input", "linear_weight"))
+        with pytest.raises(ValueError, match=message):
+            explain(*like, implementation="mosaic")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_named_implementation_that_cannot_serve_says_why() -> None:

@@ -397,7 +397,7 @@ def check_errors() -> None:
         "vocab_axis_name and fsdp_axis_name must name different axes", batch_axis_names="data", vocab_axis_name="data"
     )
     raises("gather must be None without fsdp_axis_name, got 'head'", batch_axis_names="data", gather="head")
-    raises("gather must be one of 'tokens', 'head', got 'all'", gather="all", **AXES)
+    raises('gather must be "tokens", "head" or None, got \'all\'', gather="all", **AXES)
     raises("fsdp_axis_name must be a name of an axis, names or None, got 3", TypeError, fsdp_axis_name=3)
     raises("sharded.linear_cross_entropy has no argument replicated", TypeError, replicated=True)
     raises("got an unexpected keyword argument 'reductions'", TypeError, reductions="mean")

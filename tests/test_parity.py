@@ -463,8 +463,8 @@ def test_a_missing_framework_is_reported(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("torch-triton", "implementation 'triton' cannot run here: no kernel for cpu devices"),
-        ("torch-triton_sm80", "implementation 'triton_sm80' cannot run here: no kernel for cpu devices"),
+        ("torch-triton", "implementation 'triton' cannot serve this call: no kernel for cpu devices"),
+        ("torch-triton_sm80", "implementation 'triton_sm80' cannot serve this call: no kernel for cpu devices"),
         ("jax-mosaic", "the Hopper kernels need an NVIDIA GPU, not a cpu device"),
         ("jax-pallas_triton", ""),  # runs on a CPU in interpret mode
         ("torch-chunked", ""),

@@ -131,12 +131,12 @@ BAD_ARRAYS = [
     (
         {"linear_weight": ArrayInfo((5, 11), "bfloat16")},
         ValueError,
-        "linear_weight must have shape (V, D) with D = 5 as in input (2, 3, 5), got (5, 11)",
+        "linear_weight must have shape (V, D) with D = 5 as in input (2, 3, 5), got (5, 11), whose transpose is (V, D)",
     ),
     (
         {"vocab_axis": 1},
         ValueError,
-        "linear_weight must have shape (D, V) with D = 5 as in input (2, 3, 5), got (11, 5)",
+        "linear_weight must have shape (D, V) with D = 5 as in input (2, 3, 5), got (11, 5), whose transpose is (D, V)",
     ),
     (
         {"spec": LossSpec(head_precision="float32")},
@@ -178,14 +178,18 @@ BAD_ARRAYS = [
     (
         {"linear_bias": ArrayInfo((10,), "bfloat16")},
         ValueError,
-        "linear_bias must have shape (11,) ((V,)), got (10,)",
+        "linear_bias must have shape (11,) (the rows of the head), got (10,)",
     ),
     (
         {"linear_bias": ArrayInfo((11,), "float16")},
         TypeError,
         "linear_bias must be bfloat16 or float32, got float16 (input is bfloat16)",
     ),
-    ({"weight": ArrayInfo((11, 1), "float32")}, ValueError, "weight must have shape (11,) ((V,)), got (11, 1)"),
+    (
+        {"weight": ArrayInfo((11, 1), "float32")},
+        ValueError,
+        "weight must have shape (11,) (the rows of the head), got (11, 1)",
+    ),
     (
         {"weight": ArrayInfo((11,), "int64")},
         TypeError,

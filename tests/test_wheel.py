@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -132,17 +134,45 @@ def test_a_command_without_its_libraries_is_one_line_that_names_the_extra(comman
     assert ran.stderr.count("\n") == 1
 
 
-def test_ctrl_c_during_the_imports_of_training_prints_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "jax.py").write_text("raise KeyboardInterrupt")
-    ran = subprocess.run(
-        [sys.executable, "-m", "flax_models.train"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+IMPORT = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise ImportError  # as an extension module of NumPy does
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "export"])
+def test_ctrl_c_during_the_imports_of_a_command_prints_nothing(command: str, tmp_path: Path) -> None:
+    (tmp_path / "jax.py").write_text(IMPORT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start pytest with SIGINT ignored
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", f"flax_models.{command}"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_the_imports_of_a_command_leave_the_handler_of_ctrl_c(handler: Any) -> None:
+    from flax_models.command_line import silent_interrupts
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with silent_interrupts():
+            assert (signal.getsignal(signal.SIGINT) is handler) == (handler is signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_contract_names_the_packages_that_have_the_loss() -> None:

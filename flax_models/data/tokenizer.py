@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_models.data.atomic_file import atomic_file
 from flax_models.data.dialogue import Dialogue, Document, in_batches
-from flax_models.errors import RunError
+from flax_models.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,12 +42,13 @@ def load_or_train(documents: Sequence[Document | Dialogue], vocab_size: int, fol
         (tokenizer, "cached" or "trained", with the reason if it could not be cached).
 
     Raises:
-        RunError: `vocab_size` is less than 257, or the cached file is damaged.
+        UsageError: `vocab_size` is less than 257.
+        RunError: the cached file is damaged.
     """
     import tokenizers
 
     if vocab_size < SMALLEST_VOCABULARY:
-        raise RunError(
+        raise UsageError(
             f"--vocab-size must be at least {SMALLEST_VOCABULARY} (256 bytes and the end token), got {vocab_size}"
         )
     digest = hashlib.sha256(f"{_VERSION} {tokenizers.__version__} {vocab_size}".encode())

@@ -2,9 +2,9 @@
 
 import sys
 
-try:
+from flax_models.command_line import silent_interrupts
+
+with silent_interrupts():  # the imports take seconds
     from flax_models.train.main import main
-except KeyboardInterrupt:  # the imports take seconds
-    sys.exit(130)
 
 sys.exit(main())

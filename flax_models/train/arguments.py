@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flax_models.command_line import OneLineParser, one_line_errors
-from flax_models.errors import RunError
+from flax_models.errors import RunError, UsageError
 from flax_models.hub.adapter_folder import read_adapter_config
 from flax_models.hub.config import differing, read_config
 from flax_models.model.config import ModelConfig
@@ -94,7 +94,7 @@ def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
 
 
 def _check_used(config: RunConfig, defaults: RunConfig) -> None:
-    """Raises RunError if an option is given that another option leaves without effect."""
+    """Raises UsageError if an option is given that another option leaves without effect."""
     train, rope = config.train, config.model.rope
     unused = dict.fromkeys(UNUSED.get(train.optimizer, ()), f"--optimizer {train.optimizer}")
     if train.batch_tokens is not None:
@@ -104,7 +104,7 @@ def _check_used(config: RunConfig, defaults: RunConfig) -> None:
     given, before = ({**vars(one.train), **vars(one.model.rope)} for one in (config, defaults))
     for name, other in unused.items():
         if given[name] != before[name]:
-            raise RunError(f"--{name.replace('_', '-')} has no effect with {other}, got {given[name]}")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with {other}, got {given[name]}")
 
 
 def _shape_of(weights: Path, ignored: Sequence[str]) -> ModelConfig:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flax_models.errors import RunError
+from flax_models.errors import RunError, UsageError
 from flax_models.model.config import MOST, ModelConfig
 from flax_models.model.families import PUBLISHED
 from flax_models.model.lora_config import LoraConfig
@@ -129,15 +129,15 @@ class TrainConfig:
         """Returns the config with batch_tokens converted to batch_size, for rows of `length` tokens.
 
         Raises:
-            RunError: --batch-tokens is less than one row, or --accumulate does not divide the number of rows.
+            UsageError: --batch-tokens is less than one row, or --accumulate does not divide the number of rows.
         """
         if self.batch_tokens is None:
             return self
         rows = self.batch_tokens // length
         if rows < 1:
-            raise RunError(f"--batch-tokens must be at least --max-seq-len {length}, got {self.batch_tokens}")
+            raise UsageError(f"--batch-tokens must be at least --max-seq-len {length}, got {self.batch_tokens}")
         if rows % self.accumulate:
-            raise RunError(
+            raise UsageError(
                 f"--accumulate must divide the {rows} rows of {length} tokens of --batch-tokens, got {self.accumulate}"
             )
         return dataclasses.replace(self, batch_size=rows, batch_tokens=None)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from flax_models.data.batches import Sampler
 from flax_models.display import Display, duration
-from flax_models.errors import RunError, Stopped
+from flax_models.errors import RunError, Stopped, UsageError
 from flax_models.hub.adapter_folder import check_adapter, load_adapter
 from flax_models.hub.config import RUN_FIELDS, config_note
 from flax_models.hub.weights import check_tensors, check_weights, load
@@ -422,8 +422,8 @@ def _report(loss: float, data: Data, display: Display) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit status.
 
-    The status is 0 for success, 1 for an error that the user can fix, 130 for Ctrl-C and 143 for SIGTERM. An error that
-    the user can fix is one line on stderr.
+    The status is 0 for success, 2 for a wrong command line, 1 for another error that the user can fix, 130 for Ctrl-C
+    and 143 for SIGTERM. An error that the user can fix is one line on stderr.
     """
     _silence_libraries()
     before, status = _stop_on_terminate(), RunStatus()
@@ -436,7 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             peers = None if launch is None else join(launch, lambda: resume_advice(status.folder))
         run(config, resumed, Display(Console(quiet=peers is not None and not is_first())), status)
     except (RunError, OSError) as error:
-        line, code, together = f"error: {error}", 1, False
+        line, code, together = f"error: {error}", 2 if isinstance(error, UsageError) else 1, False
     except Stopped as stopped:
         line, code = f"{stopped}: {stopped.saved or resume_advice(status.folder)}", stopped.status
         together = stopped.saved is not None

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from flax_models.errors import RunError, first_line
+from flax_models.errors import RunError, UsageError, first_line
 from flax_models.train.relay import start_relay
 
 LOCAL = "127.0.0.1"  # where the relay listens
@@ -86,7 +86,8 @@ def find_launch(
         environment: environment variables.
 
     Raises:
-        RunError: options or variables are incomplete, invalid, or contradict each other.
+        UsageError: options are incomplete or invalid.
+        RunError: variables are, or options and variables contradict each other.
 
     Example:
         >>> find_launch(None, None, None, {"MASTER_ADDR": "a", "MASTER_PORT": "9", "WORLD_SIZE": "2", "RANK": "1"})
@@ -98,12 +99,12 @@ def find_launch(
     given = [name for name, value in options.items() if value is not None]
     if given:
         if missing := [name for name, value in options.items() if value is None]:
-            raise RunError(f"{given[0]} requires {' and '.join(missing)} too")
+            raise UsageError(f"{given[0]} requires {' and '.join(missing)} too")
         assert coordinator is not None
         assert count is not None
         assert index is not None
-        _check_address("--coordinator", coordinator)
-        _check_index("--process-id", index, "--process-count", count)
+        _check_address("--coordinator", coordinator, UsageError)
+        _check_index("--process-id", index, "--process-count", count, UsageError)
         for option, variable in (("--process-count", "WORLD_SIZE"), ("--process-id", "RANK")):
             if environment.get(variable, str(options[option])) != str(options[option]):
                 raise RunError(f"{option} {options[option]} contradicts {variable} {environment[variable]}")
@@ -135,15 +136,15 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _check_address(name: str, address: str) -> None:
+def _check_address(name: str, address: str, fault: type[RunError] = RunError) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise RunError(f"{name} must be HOST:PORT, got {address!r}")
+        raise fault(f"{name} must be HOST:PORT, got {address!r}")
 
 
-def _check_index(name: str, index: int, size: str, count: int) -> None:
+def _check_index(name: str, index: int, size: str, count: int, fault: type[RunError] = RunError) -> None:
     if count < 1 or not 0 <= index < count:
-        raise RunError(f"{name} must be in [0, {size}), got {index} of {count}")
+        raise fault(f"{name} must be in [0, {size}), got {index} of {count}")
 
 
 def is_first() -> bool:

@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from flax_models.data.atomic_file import atomic_file, part_path
-from flax_models.errors import RunError, check_writable
+from flax_models.errors import RunError, UsageError, check_writable
 from flax_models.train.checkpoint import steps_in, unused_path
 from flax_models.train.config import RunConfig, TrainConfig, from_json, to_json
 from flax_models.train.metrics import read_rows
@@ -198,7 +198,7 @@ def folder_to_resume(runs: Path, name: str | None, default: str) -> Path:
 
 def _check_name(name: str) -> None:
     if name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise RunError(f"--name must be a folder name without a path, got {name!r}")
+        raise UsageError(f"--name must be a folder name without a path, got {name!r}")
 
 
 def make_folder(folder: Path, record: RunRecord, fill: Callable[[Path], None]) -> RunLock:
