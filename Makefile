@@ -15,7 +15,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --retries 10
 GPU_COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 # Hosts that need other versions of some packages than the tests: their files are read or imported without these.
 HOSTS := verl==0.9.1 torchtitan==0.3.0 spmd_types==0.2.3 megatron-core==0.19.2 liger-kernel==0.8.5
-HOSTS += google-tunix==0.1.7 maxtext==0.2.5 marin-levanter==0.2.20.dev202606180959 equinox==0.13.8
+HOSTS += google-tunix==0.1.7 maxtext==0.2.5 marin-levanter==0.2.227.dev40316220070 equinox==0.13.8
 # What the files that the tests import need beside the packages of `dev` and `hosts`. The rest of these hosts is not
 # imported.
 OF_JAX_HOSTS := jaxtyping==0.3.11 wadler-lindig==0.1.8 typeguard==2.13.3 einops==0.8.2

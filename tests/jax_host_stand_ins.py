@@ -203,8 +203,9 @@ LEVANTER_API = "levanter.kernels.pallas.fused_cross_entropy_loss.api"
 
 
 def levanter() -> list[ModuleType]:
-    """`levanter/kernels/pallas/fused_cross_entropy_loss/api.py` of marin-levanter 0.2.20.dev202606180959 and of commit
-    01666fdb55b7b8d246970916f576c3fa6b845a1d of marin, with its implementation "reference" alone."""
+    """`levanter/kernels/pallas/fused_cross_entropy_loss/api.py` of marin-levanter 0.2.20.dev202606180959 and
+    0.2.227.dev40316220070, and of commit 01666fdb55b7b8d246970916f576c3fa6b845a1d of marin, with its implementation
+    "reference" alone."""
 
     def reference(
         x: Array,

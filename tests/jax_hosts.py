@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -288,12 +289,23 @@ def maxtext(*options: str) -> None:
 
 
 def import_levanter() -> Any:
-    """Returns the module of levanter's losses, without the rest of levanter, which needs an older JAX."""
+    """Returns the module of levanter's losses, without the rest of levanter, which needs an older optax.
+
+    Block sizes are not measured here, so there is no cache of them.
+    """
     found = importlib.util.find_spec("levanter")
     assert found is not None
-    package = stand_ins.module("levanter", __path__=found.submodule_search_locations)
-    files = stand_ins.module("rigging.filesystem", url_to_fs=None)  # for a cache of measured block sizes
-    sys.modules.update({"levanter": package, "rigging": stand_ins.module("rigging"), "rigging.filesystem": files})
+    hashes = ("combined_content_hash", "directory_content_hash", "file_content_hash", "workspace_lock_hash")
+    parts: dict[str, dict[str, Any]] = {
+        "levanter": {"__path__": found.submodule_search_locations},
+        "levanter.utils": {},
+        "levanter.utils.jax_utils": {"multihost_allgather_sync": None},
+        "finestore": {},
+        "finestore.cache": {"PersistentKvCache": mock.MagicMock()},
+        "rigging": {},
+        "rigging.cache": dict.fromkeys(hashes),
+    }
+    sys.modules.update({name: stand_ins.module(name, **contents) for name, contents in parts.items()})
     return importlib.import_module(stand_ins.LEVANTER_API)
 
 

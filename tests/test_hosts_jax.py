@@ -501,7 +501,8 @@ def test_the_registry_of_levanter_keeps_its_names_and_its_interface_is_checked()
         with pytest.raises(ValueError, match="dtype must be at most float32, got float64"):
             levanter.linear_softmax_cross_entropy_loss(X[0], TARGET[0], X[0].T, dtype=np.float64)
         host(stand_ins.LEVANTER_API).fused_cross_entropy_loss_and_logsumexp_penalty = other_interface
-        tested = "marin-levanter 0.2.20.dev202606180959 and commit 01666fd of marin, got levanter of no version, whose"
+        tested = "marin-levanter 0.2.20.dev202606180959 and 0.2.227.dev40316220070, and commit 01666fd of "
+        tested += "marin, got levanter of no version, whose"
         tested = f"jax_pallas.hosts.levanter is tested with {tested} other_interface has"
         not_installed = mock.patch.object(levanter, "version", side_effect=PackageNotFoundError)
         with not_installed, pytest.raises(ImportError, match=tested):

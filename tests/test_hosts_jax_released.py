@@ -15,7 +15,7 @@ from programs import Printed, python
 RELEASES = {
     "tunix": ("google-tunix", "0.1.7", ()),
     "maxtext": ("maxtext", "0.2.5", ("skip_jax_distributed_system=True",)),
-    "levanter": ("marin-levanter", "0.2.20.dev202606180959", ()),
+    "levanter": ("marin-levanter", "0.2.227.dev40316220070", ()),
 }
 
 

@@ -4,8 +4,8 @@ levanter computes the loss of its language models with `fused_cross_entropy_loss
 `levanter/kernels/pallas/fused_cross_entropy_loss/api.py`, which chooses among the functions of its registry
 `IMPLEMENTATIONS`. `register` adds `linear_softmax_cross_entropy_loss` of this module to it, and makes it the default.
 
-The interfaces are those of marin-levanter 0.2.20.dev202606180959 and of commit
-01666fdb55b7b8d246970916f576c3fa6b845a1d of github.com/marin-community/marin (lib/levanter).
+The interfaces are those of marin-levanter 0.2.20.dev202606180959 and 0.2.227.dev40316220070, and of
+commit 01666fdb55b7b8d246970916f576c3fa6b845a1d of github.com/marin-community/marin (lib/levanter).
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ except ImportError as error:
 
 __all__ = ["register", "unregister"]
 
-TESTED = "marin-levanter 0.2.20.dev202606180959 and commit 01666fd of marin"
+TESTED = "marin-levanter 0.2.20.dev202606180959 and 0.2.227.dev40316220070, and commit 01666fd of marin"
 NAMES = ("x", "labels", "w", "reduction", "weight", "logsumexp_weight", "block_size", "block_sizes", "dtype")
 NAMES += ("logit_soft_cap", "precision", "implementation", "return_argmax")
 
