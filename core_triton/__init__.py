@@ -23,6 +23,7 @@ from core_triton.linear_ce import (
 )
 from core_triton.module import LinearCrossEntropy
 from core_triton.ranges import RangeReport, range_report
+from linear_ce import __version__ as __version__
 
 __all__ = [
     "Implementation",

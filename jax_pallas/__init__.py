@@ -20,6 +20,7 @@ from jax_pallas.linear_ce import (
     linear_token_loss,
     linear_token_loss_with_stats,
 )
+from linear_ce import __version__ as __version__
 
 __all__ = [
     "Implementation",

@@ -4,6 +4,8 @@ equations (`MATH.md`) and the chunk arithmetic. Imports NumPy only.
 The loss itself is in `core_triton` (PyTorch) and `jax_pallas` (JAX).
 """
 
+__version__ = "0.1.0"  # of all packages of linear-ce; pyproject.toml reads it
+
 _LOSSES = (
     "linear_cross_entropy",
     "linear_cross_entropy_with_stats",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from linear_ce import __version__
 from linear_ce.children import started_without_interrupts
 from linear_ce.gpus import known_gpu
 from linear_ce.reference import LossResult, reference_loss, unfused
@@ -57,7 +58,7 @@ class Package(NamedTuple):
 def main(packages: Sequence[str]) -> int:
     """Reports on `packages`; returns 1 if one that is installed fails, and otherwise 0."""
     system = f"Python {platform.python_version()}, {platform.platform()}"
-    print(f"linear-ce {version_of('linear-ce') or 'of a checkout'}, NumPy {version_of('numpy')}, {system}")
+    print(f"linear-ce {__version__}, NumPy {version_of('numpy')}, {system}")
     failed = False
     for package in packages:
         module = PACKAGES[package]

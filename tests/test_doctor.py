@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import core_triton
 import jax_pallas
+import linear_ce
 from core_triton import launch
 from linear_ce import doctor
 from linear_ce.__main__ import main
@@ -92,9 +94,16 @@ def test_a_failed_check_and_a_failed_process_are_the_exit_status(
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: ended)
     assert main([]) == 1
     printed = capsys.readouterr().out
-    assert "linear-ce of a checkout" in printed
+    assert printed.startswith(f"linear-ce {linear_ce.__version__}, NumPy ")
     assert 'core_triton: torch is not installed: pip install "linear-ce[torch]"' in printed
     assert "jax_pallas: FAILED, exit status 139" in printed
+
+
+def test_all_packages_have_the_version_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"linear-ce {linear_ce.__version__}\n"
+    assert core_triton.__version__ == jax_pallas.__version__ == linear_ce.__version__
 
 
 def test_ctrl_c_ends_the_process_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import yaml
 from packaging.requirements import Requirement
 
+import linear_ce
+
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -50,7 +52,7 @@ def test_core_triton_is_tested_with_every_python_that_it_claims() -> None:
 def test_the_citation_has_the_version_and_the_license_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (citation["title"].split(":")[0], citation["version"]) == (project["name"], project["version"])
+    assert (citation["title"].split(":")[0], citation["version"]) == (project["name"], linear_ce.__version__)
     assert citation["license"] == project["license"]
 
 
