@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from benchmarks import results
 from benchmarks.chunk_rows import Choice, Division, considered, fewest_rows, first_chunk
@@ -201,6 +200,8 @@ def fit(
         start: the present coefficients.
         only: names of the coefficients that are fitted. The others stay.
     """
+    from scipy.optimize import least_squares  # takes most of a second, and most uses of this module do not fit
+
     scale = np.array([getattr(start, name) or getattr(SCALES, name) for name in only])
     origin = np.array([getattr(start, name) for name in only]) / scale
 

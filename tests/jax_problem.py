@@ -42,6 +42,16 @@ def cast(values: Any, dtype: Any) -> Array:
     return jax.device_put(np.asarray(values).astype(dtype))
 
 
+def zeros(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
+    """Returns `jnp.zeros(shape, dtype)` without a program for it."""
+    return cast(np.zeros(shape), dtype)
+
+
+def ones(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
+    """Returns `jnp.ones(shape, dtype)` without a program for it."""
+    return cast(np.ones(shape), dtype)
+
+
 def normal(seed: int, shape: tuple[int, ...]) -> Array:
     """Returns numbers of the standard normal distribution, which `jax.random` would compile for each shape in 0.3 s."""
     return cast(np.random.default_rng(seed).standard_normal(shape), np.float32)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import data, linear_ce, plot, results, tables
+from benchmarks import data, linear_ce, results, tables
 from benchmarks.methods import ERRORS, GRADIENT_BOUND, ROW_ERRORS, Method, check_errors, row_figures
 from benchmarks.shapes import MODES, PLAN, SHAPES, plan
 from benchmarks.timing import MAX_PAIRS, MIN_PAIRS, Pairs, Sensor, pair_count
@@ -314,7 +315,13 @@ def test_tables_name_packages_and_show_what_was_measured(tmp_path: Path, capsys:
     assert printed.count("2.0e-03") == 4
 
 
-def test_plots_show_the_recorded_rows(tmp_path: Path) -> None:
+@pytest.fixture
+def plot() -> Any:
+    """The module, which imports matplotlib. Each worker collects this file, and one runs it."""
+    return import_module("benchmarks.plot")
+
+
+def test_plots_show_the_recorded_rows(plot: Any, tmp_path: Path) -> None:
     for framework, names in (("torch", ("triton", "eager")), ("jax", ("mosaic", "float32-logits"))):
         rows = [
             {
@@ -347,7 +354,7 @@ def test_plots_show_the_recorded_rows(tmp_path: Path) -> None:
         plot.load([tmp_path / "torch.json"])
 
 
-def test_plots_show_the_newest_row_of_our_methods(tmp_path: Path) -> None:
+def test_plots_show_the_newest_row_of_our_methods(plot: Any, tmp_path: Path) -> None:
     first = {"shape": "seed", "mode": "train", "method": "triton", "dtype": "bfloat16", "targets": "peaked"}
     first |= {"kind": "ours", "ms": 4.0, "date": "2026-11-24T01:39:30+00:00"}
     newer = {"ms": 3.0, "date": "2026-11-27T02:40:10+00:00"}
@@ -377,7 +384,7 @@ def test_plots_show_the_newest_row_of_our_methods(tmp_path: Path) -> None:
         plot.load([tmp_path / "torch.json"])
 
 
-def test_the_plot_of_the_readme_shows_the_rows_of_its_table() -> None:
+def test_the_plot_of_the_readme_shows_the_rows_of_its_table(plot: Any) -> None:
     methods = {
         "PyTorch, eager": "eager",
         "PyTorch, torch.compile": "torch.compile",

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from compiling import quick_compilation
 
-from benchmarks import attention, mesh_table, tables, train, train_jax, train_plot, train_process, train_torch
+from benchmarks import attention, mesh_table, tables, train, train_jax, train_process, train_torch
 from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out_of_memory
 from benchmarks.page_tables import NOT_YET
 from benchmarks.results import RECORDED, ResultFile
@@ -567,8 +568,14 @@ def test_files_are_merged(
         train.main(["--merge", str(two)])
 
 
+@pytest.fixture
+def train_plot() -> Any:
+    """The module, which imports matplotlib. Each worker collects this file, and one runs it."""
+    return import_module("benchmarks.train_plot")
+
+
 def test_plots_show_recorded_rows(
-    tmp_path: Path, answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    train_plot: Any, tmp_path: Path, answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "train.json"
     run(path, "--rows", "qwen2.5-0.5b/*/full/512x16", "converge")
@@ -590,7 +597,7 @@ def run_on_text(loss: str, seed: int, losses: list[float]) -> dict[str, Any]:
     return {"loss": loss, "seed": seed, "losses": losses}
 
 
-def test_distances_between_repeats_pairs_and_means() -> None:
+def test_distances_between_repeats_pairs_and_means(train_plot: Any) -> None:
     rows = [
         *(run_on_text("fused", 0, losses) for losses in ([6.0, 5.0], [6.0, 5.2])),
         *(run_on_text("unfused", 0, losses) for losses in ([6.0, 4.8], [6.0, 5.2])),

@@ -4,7 +4,6 @@ test_core_triton_interpreted.py compares results of the kernels, and test_core_t
 test_jax_pallas_batch_invariant.py tests the same of jax_pallas.
 """
 
-import contextlib
 import itertools
 from collections.abc import Iterable
 from functools import partial
@@ -62,8 +61,11 @@ def test_the_order_of_sums_depends_on_neither_the_rows_nor_the_budget(gpu: str, 
         found = set()
         for n, budget in itertools.product(tokens, budgets):
             call = partial(explain, *arrays(n, d, v, head), batch_invariant=True, device=gpu, **options)
-            with contextlib.suppress(ValueError):  # the budget holds no chunk
+            try:
                 found.add(order_of_sums(call(memory_budget=budget).plan, v))
+            except ValueError as error:
+                if "memory_budget must be at least" not in str(error):  # the budget holds no chunk
+                    raise
         return found
 
     assert len(orders(896, 151_936, TOKENS, (4 * 10**7, 2**26, 2**29, 2**33))) == 1

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from compiling import quick_compilation
 from jax import Array
-from jax_problem import problem, replaced
+from jax_problem import ones, problem, replaced
 from kernels_in_numpy import kernels_in_numpy
 from programs import Printed, each, python, run_checks
 
@@ -48,8 +48,8 @@ def results(function: str, x: Array, arrays: dict[str, Any], **options: Any) -> 
 
 OPTIONS: dict[str, Any] = {
     "plain": {},
-    "weighted": {"weight": jnp.ones(50), "token_weight": jnp.ones(12)},
-    "smoothed": {"weight": jnp.ones(50), "label_smoothing": 0.1, "z_loss_weight": 0.1},
+    "weighted": {"weight": ones(50), "token_weight": ones(12)},
+    "smoothed": {"weight": ones(50), "label_smoothing": 0.1, "z_loss_weight": 0.1},
 }
 
 

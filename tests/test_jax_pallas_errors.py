@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax_problem import problem
+from jax_problem import ones, problem, zeros
 
 from jax_pallas.linear_ce import (
     check_targets,
@@ -25,15 +25,15 @@ BAD_ARRAYS: Bad = {
     "target list": ({"target": [0] * 12}, TypeError, "target must be an array, got list"),
     "bias list": ({"linear_bias": [0.0] * 50}, TypeError, "linear_bias must be an array or None, got list"),
     "input float64": ({"input": np.zeros((12, 8))}, TypeError, "input must be .* got float64"),
-    "input integer": ({"input": jnp.zeros((12, 8), jnp.int32)}, TypeError, "input must be .* got int32"),
-    "input scalar": ({"input": jnp.zeros(())}, ValueError, r"input must have shape \(\.\.\., D\), got \(\)"),
+    "input integer": ({"input": zeros((12, 8), jnp.int32)}, TypeError, "input must be .* got int32"),
+    "input scalar": ({"input": zeros(())}, ValueError, r"input must have shape \(\.\.\., D\), got \(\)"),
     "weight one axis": (
-        {"linear_weight": jnp.zeros(50)},
+        {"linear_weight": zeros(50)},
         ValueError,
         r"linear_weight must have shape \(V, D\), got \(50,\)",
     ),
     "weight other D": (
-        {"linear_weight": jnp.zeros((50, 9))},
+        {"linear_weight": zeros((50, 9))},
         ValueError,
         r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)$",
     ),
@@ -42,22 +42,22 @@ BAD_ARRAYS: Bad = {
         ValueError,
         r"linear_weight must have shape \(D, V\) with D = 8 as in input \(12, 8\), got \(50, 8\)",
     ),
-    "weight without rows": ({"linear_weight": jnp.zeros((0, 8))}, ValueError, r"linear_weight must .* got \(0, 8\)"),
+    "weight without rows": ({"linear_weight": zeros((0, 8))}, ValueError, r"linear_weight must .* got \(0, 8\)"),
     "weight bfloat16": (
-        {"linear_weight": jnp.zeros((50, 8), jnp.bfloat16)},
+        {"linear_weight": zeros((50, 8), jnp.bfloat16)},
         TypeError,
         "linear_weight must be float32, got bfloat16",
     ),
-    "target float": ({"target": jnp.zeros(12)}, TypeError, "target must have an integer dtype, got float32"),
-    "target bool": ({"target": jnp.zeros(12, bool)}, TypeError, "target must have an integer dtype, got bool"),
+    "target float": ({"target": zeros(12)}, TypeError, "target must have an integer dtype, got float32"),
+    "target bool": ({"target": zeros(12, bool)}, TypeError, "target must have an integer dtype, got bool"),
     "target shape": (
-        {"target": jnp.zeros(11, int)},
+        {"target": zeros(11, int)},
         ValueError,
         r"target must have shape \(12,\) \(input without its last axis\), got \(11,\)",
     ),
-    "bias shape": ({"linear_bias": jnp.zeros(49)}, ValueError, r"linear_bias must have shape \(50,\).* got \(49,\)"),
+    "bias shape": ({"linear_bias": zeros(49)}, ValueError, r"linear_bias must have shape \(50,\).* got \(49,\)"),
     "bias dtype": (
-        {"linear_bias": jnp.zeros(50, jnp.float16)},
+        {"linear_bias": zeros(50, jnp.float16)},
         TypeError,
         "linear_bias must be float32, got float16",
     ),
@@ -69,7 +69,7 @@ BAD_OPTIONS: Bad = {
     "softcap zero": ({"softcap": 0.0}, ValueError, "softcap must be positive or None, got 0.0"),
     "softcap text": ({"softcap": "big"}, TypeError, "softcap must be a Python number, got str"),
     "scale infinite": ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),
-    "scale array": ({"logit_scale": jnp.ones(())}, TypeError, "logit_scale must be a Python number, got ArrayImpl"),
+    "scale array": ({"logit_scale": ones(())}, TypeError, "logit_scale must be a Python number, got ArrayImpl"),
     "vocab_size too large": (
         {"vocab_size": 51},
         ValueError,
@@ -97,15 +97,15 @@ BAD_LOSS: Bad = {
     "smoothing large": ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must lie in \[0, 1\], got 1.5"),
     "smoothing NaN": ({"label_smoothing": float("nan")}, ValueError, "label_smoothing must be finite, got nan"),
     "z_loss_weight": ({"z_loss_weight": -1e-4}, ValueError, "z_loss_weight must not be negative, got -0.0001"),
-    "class weight shape": ({"weight": jnp.ones(49)}, ValueError, r"weight must have shape \(50,\).* got \(49,\)"),
-    "class weight dtype": ({"weight": jnp.ones(50, int)}, TypeError, "weight must be .* got int32"),
+    "class weight shape": ({"weight": ones(49)}, ValueError, r"weight must have shape \(50,\).* got \(49,\)"),
+    "class weight dtype": ({"weight": ones(50, int)}, TypeError, "weight must be .* got int32"),
     "class weight list": ({"weight": [1.0] * 50}, TypeError, "weight must be an array or None, got list"),
     "token_weight shape": (
-        {"token_weight": jnp.ones((12, 1))},
+        {"token_weight": ones((12, 1))},
         ValueError,
         r"token_weight must have shape \(12,\) \(target's shape\), got \(12, 1\)",
     ),
-    "token_weight dtype": ({"token_weight": jnp.ones(12, bool)}, TypeError, "token_weight must be .* got bool"),
+    "token_weight dtype": ({"token_weight": ones(12, bool)}, TypeError, "token_weight must be .* got bool"),
     "normalizer negative": ({"normalizer": -1}, ValueError, "normalizer must be finite and not negative, got -1"),
     "normalizer nan": (
         {"normalizer": np.float32("nan")},
@@ -127,7 +127,7 @@ BAD_LOSS: Bad = {
     "normalizer text": ({"normalizer": "all"}, TypeError, "normalizer must be a number, a scalar array .* got str"),
     "normalizer bool": ({"normalizer": True}, TypeError, "normalizer must be a number, a scalar array .* got bool"),
     "normalizer shape": (
-        {"normalizer": jnp.ones(1)},
+        {"normalizer": ones(1)},
         ValueError,
         r"normalizer must have shape \(\) \(a scalar\), got \(1,\)",
     ),
@@ -169,12 +169,12 @@ def test_errors_are_raised_when_tracing_too() -> None:
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes"):
         jax.jit(lambda arrays: linear_cross_entropy(**arrays, memory_budget=1000))(problem())
     with pytest.raises(ValueError, match=r"target must have shape \(12,\)"):
-        jax.eval_shape(lambda arrays: linear_cross_entropy(**arrays), problem() | {"target": jnp.zeros(11, int)})
+        jax.eval_shape(lambda arrays: linear_cross_entropy(**arrays), problem() | {"target": zeros(11, int)})
 
 
 @pytest.mark.parametrize("name", ["weight", "token_weight", "normalizer"])
 def test_non_differentiable_arguments_raise(name: str) -> None:
-    value = {"weight": jnp.ones(50), "token_weight": jnp.ones(12), "normalizer": jnp.ones(())}[name]
+    value = {"weight": ones(50), "token_weight": ones(12), "normalizer": ones(())}[name]
     with pytest.raises(ValueError, match=rf"{name} is not differentiated .* pass jax.lax.stop_gradient\({name}\)"):
         jax.grad(lambda value: linear_cross_entropy(**problem(), **{name: value}))(value)
     arrays = problem()
@@ -198,7 +198,7 @@ def test_second_derivative_is_refused() -> None:
 def test_check_targets_names_the_first_bad_positions() -> None:
     check_targets(jnp.array([[0, 9], [-100, 3]]), 10)
     check_targets(jnp.array([0, -1]), 10, ignore_index=-1)
-    check_targets(jnp.zeros(0, int), 10)
+    check_targets(zeros(0, int), 10)
     with pytest.raises(ValueError, match=r"target must lie in \[0, 10\) or be ignore_index -100, got 2 others") as bad:
         check_targets(jnp.array([[0, 10], [-1, 3]]), 10)
     assert "target[0, 1] = 10, target[1, 0] = -1" in str(bad.value)
@@ -208,12 +208,12 @@ def test_check_targets_names_the_first_bad_positions() -> None:
         check_targets(jnp.full((1000,), 7), 7)
     assert len(str(bad.value)) < 300
     with pytest.raises(TypeError, match="target must be a concrete array, got a tracer"):
-        jax.jit(lambda target: check_targets(target, 10))(jnp.zeros(3, int))
+        jax.jit(lambda target: check_targets(target, 10))(zeros(3, int))
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [(jnp.zeros(3), "have an integer dtype, got float32"), ([0, 1], "be an array, got list")],
+    [(zeros(3), "have an integer dtype, got float32"), ([0, 1], "be an array, got list")],
     ids=["float32", "list"],
 )
 def test_check_targets_takes_arrays_of_integers(target: Any, message: str) -> None:
@@ -251,7 +251,7 @@ def test_a_parameter_of_flax_in_place_of_its_array_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["input", "linear_weight"])
 def test_explain_takes_arrays(name: str) -> None:
-    arrays: dict[str, Any] = {"input": jnp.ones((4, 8)), "linear_weight": jnp.ones((16, 8))} | {name: [1.0]}
+    arrays: dict[str, Any] = {"input": ones((4, 8)), "linear_weight": ones((16, 8))} | {name: [1.0]}
     with pytest.raises(TypeError, match=f"{name} must be an array, got list"):
         explain(**arrays)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import FUNCTIONS, gradients, problem, replaced, total
+from jax_problem import FUNCTIONS, gradients, problem, replaced, total, zeros
 
 import jax_pallas
 from jax_pallas import linear_cross_entropy, linear_log_probs, linear_token_loss, token_losses
@@ -346,9 +346,9 @@ def test_plans() -> None:
     ("options", "kind", "message"),
     [
         ({"grad_into": [1.0]}, TypeError, "grad_into must be an array or None, got list"),
-        ({"grad_into": jnp.zeros((50, 8), "bfloat16")}, TypeError, "grad_into must be float32, got bfloat16"),
+        ({"grad_into": zeros((50, 8), jnp.bfloat16)}, TypeError, "grad_into must be float32, got bfloat16"),
         (
-            {"grad_into": jnp.zeros((8, 50))},
+            {"grad_into": zeros((8, 50))},
             ValueError,
             r"grad_into must have shape \(50, 8\) \(linear_weight's shape\), got \(8, 50\)",
         ),

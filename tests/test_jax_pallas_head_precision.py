@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import FUNCTIONS, gradients, planned, problem, replaced, total
+from jax_problem import FUNCTIONS, gradients, planned, problem, replaced, total, zeros
 
 import jax_pallas
 from jax_pallas import head_rows, hopper_gradients, kernels, scaled_exp
@@ -234,8 +234,8 @@ def test_the_hopper_kernel_adds_both_halves_of_the_rows_of_targets(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"input": jnp.zeros((12, 8))}, "got a float32 linear_weight and a float32 input"),
-        ({"linear_weight": jnp.zeros((50, 8), jnp.bfloat16)}, "got a bfloat16 linear_weight and a bfloat16 input"),
+        ({"input": zeros((12, 8))}, "got a float32 linear_weight and a float32 input"),
+        ({"linear_weight": zeros((50, 8), jnp.bfloat16)}, "got a bfloat16 linear_weight and a bfloat16 input"),
         ({"head_precision": "double"}, "head_precision must be one of 'input', 'float32', got 'double'"),
     ],
 )
