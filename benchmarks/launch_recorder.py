@@ -77,7 +77,8 @@ FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor", "scalar_tenso
 def fake_tensors() -> Iterator[None]:
     """Makes tensors of a GPU on PyTorch's device "meta", which has no memory, and makes `Tensor.device` name the GPU.
 
-    To record a call, PyTorch's FakeTensorMode takes six times as long, 0.2 ms for each operation.
+    To record a call, PyTorch's FakeTensorMode takes six times as long, 0.2 ms for each operation. Functions other
+    than FACTORIES that make a tensor on a GPU make none of these: without a driver they raise an error.
     """
 
     def device(tensor: Tensor) -> torch.device:

@@ -25,6 +25,7 @@ from benchmarks.scale_out import BUDGET, FORMS, Work, in_turns, on_each, row_of
 from benchmarks.shapes import Mode
 from benchmarks.torch_bench import TorchBench, TorchProblem
 from benchmarks.trace import CALLS, by_kernel, trace_torch
+from core_triton.vocab_shard import ALL_GATHER
 
 METHODS = {"core_triton": FORMS} | {name: (peer.form,) for name, peer in scale_peers.PEERS.items()}
 
@@ -226,7 +227,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _gathered(part: Tensor, ranks: int) -> Tensor:
     whole = part.new_empty((ranks * len(part), *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part.contiguous())
+    getattr(dist, ALL_GATHER)(whole, part.contiguous())
     return whole
 
 

@@ -398,7 +398,8 @@ def _check_are_tensors(named: dict[str, Any]) -> None:
             continue
         if not isinstance(tensor, Tensor):
             optional = " or None" if name in _OPTIONAL else ""
-            layer = ": pass its weight, and its bias as linear_bias" if isinstance(tensor, torch.nn.Linear) else ""
+            is_layer = name == "linear_weight" and isinstance(tensor, torch.nn.Module)
+            layer = ": pass its weight, and a bias as linear_bias" if is_layer else ""
             raise TypeError(f"{name} must be a Tensor{optional}, got {type(tensor).__name__}{layer}")
         if not torch.compiler.is_compiling():
             _check_kind(name, tensor)

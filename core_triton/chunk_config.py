@@ -176,9 +176,8 @@ def choose_stored(
             break
     if not float32_tiles.BLOCK < chunks.rows < tokens:
         return chunks, programs, waves
-    most = (
-        model.rows_within(budget, chunks.vocab_chunk) // float32_tiles.BLOCK
-    )  # whole tiles, in chunks of about equal rows
+    # Whole tiles, in chunks of about equal rows.
+    most = model.rows_within(budget, chunks.vocab_chunk) // float32_tiles.BLOCK
     tiles = -(-tokens // float32_tiles.BLOCK)
     rows = -(-tiles // -(-tiles // most)) * float32_tiles.BLOCK
     return replace(chunks, rows=rows, bytes=model.bytes(rows, chunks.vocab_chunk)), programs, waves

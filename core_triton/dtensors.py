@@ -52,7 +52,7 @@ def takes_dtensors(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and (kwargs.get("gather") is not None or kwargs.get("sequence_parallel")):
+        if kwargs and (kwargs.get("gather") is not None or kwargs.get("sequence_parallel", False) is not False):
             return _run(function, *args, **kwargs)
         for value in args:
             if is_dtensor(value):
@@ -107,7 +107,8 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bias: Any = given.get("linear_bias")
     # Shards that are gathered may have any sizes.
     if is_dtensor(bias) and w.ndim == 2 and bias.shape != w.shape[:1]:
-        raise ValueError(f"linear_bias must have shape ({w.shape[0]},) (the rows of the head), got {tuple(bias.shape)}")
+        shape = f"({w.shape[0]},) (a number for each class of linear_weight)"
+        raise ValueError(f"linear_bias must have shape {shape}, got {tuple(bias.shape)}")
     if not is_dtensor(x):
         if not isinstance(x, Tensor):
             raise TypeError(f"input must be a Tensor, got {type(x).__name__}")

@@ -22,7 +22,7 @@ from core_triton.row_math import Partial
 
 REDUCE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
-# Functions of torch.distributed. PyTorch 2.14 gave them other names.
+# Functions of torch.distributed, which are looked up at each call. PyTorch 2.14 warns of the names that 2.11 has.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 

@@ -11,6 +11,8 @@ The package needs JAX, Flax and the trainer's dependencies: `pip install "linear
 import importlib.util
 import sys
 
+from linear_ce import __version__ as __version__
+
 NEEDED = (
     *("jax", "flax", "grain", "jinja2", "matplotlib", "optax", "orbax", "rich"),
     *("safetensors", "tensorboardX", "tokenizers", "tyro"),

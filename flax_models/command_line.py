@@ -18,16 +18,19 @@ OPTIONAL = {"INT": "an integer", "FLOAT": "a number"}  # tyro's names of the typ
 
 @contextlib.contextmanager
 def silent_interrupts() -> Iterator[None]:
-    """Ctrl-C inside a `with` statement, for imports that take seconds, ends the process: silently, and with status 130.
+    """Ctrl-C inside the `with` statement ends the process with status 130 and prints nothing: for imports, which take
+    seconds.
 
     No KeyboardInterrupt is raised, because extension modules such as NumPy's replace it by an ImportError.
     """
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not in the background of a shell
     if interruptible:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
-    yield
-    if interruptible:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class OneLineParser(argparse.ArgumentParser):

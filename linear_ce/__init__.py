@@ -4,7 +4,7 @@ equations (`MATH.md`) and the chunk arithmetic. Imports NumPy only.
 The loss itself is in `core_triton` (PyTorch) and `jax_pallas` (JAX).
 """
 
-__version__ = "0.1.0"  # of all packages of linear-ce; pyproject.toml reads it
+__version__ = "0.1.0"  # of linear-ce and of all its packages; pyproject.toml reads it
 
 _LOSSES = (
     "linear_cross_entropy",

@@ -32,8 +32,9 @@ class CostCoefficients(NamedTuple):
 # Gemma 2 2B in 512 MiB, which took 1.103 times the matmuls; 768 rows took 1.022.
 # On an H200 those of jax_pallas were fitted to the 15 training rows of results/h200 at 8,192 tokens, of calls with the
 # fewest chunks (`--fewest`), whose kernels loaded the whole old d_weight. The estimate is within 2.2% of them, root
-# mean square. Later 197 calls were swept (results/h200/jax-sweep.json, e115f66, d086137 and 7ec1d18). At 195 of them
-# the chosen rows are at most 2% slower than the best ones measured, and at two by 2.2 and 2.6%. A fit is no better.
+# mean square. Later 200 calls were swept (results/h200/jax-sweep.json, e115f66, d086137, 7ec1d18 and 00a4107). At 197
+# of them the chosen rows are at most 2% slower than the best ones measured, and at three by 2.2, 2.6 and 4.0%. A fit to
+# the first 191 was no better.
 # Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
 # the times of a tile in proportion to those that core_triton had on an H200 before the fit (12.5, 2,300 and 200 ns).
 H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)

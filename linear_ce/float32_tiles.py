@@ -12,6 +12,7 @@ LEAST_INNER = 1024  # inner numbers of a program that shares a tile, so that its
 
 
 def tiles_of(rows: int, columns: int) -> int:
+    """Returns the number of tiles of a matrix, the cut ones included."""
     return -(-rows // BLOCK) * -(-columns // BLOCK)
 
 

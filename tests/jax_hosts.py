@@ -289,7 +289,7 @@ def maxtext(*options: str) -> None:
 
 
 def import_levanter() -> Any:
-    """Returns the module of levanter's losses, without the rest of levanter, which needs an older optax.
+    """Returns the module of levanter's losses, without the rest of it, which needs an older optax than flax_models.
 
     Block sizes are not measured here, so there is no cache of them.
     """

@@ -278,7 +278,7 @@ def test_a_tensor_that_is_not_dense_is_named(name: str) -> None:
 def test_a_layer_in_place_of_its_weight_is_named() -> None:
     arrays = problem()
     arrays["linear_weight"] = torch.nn.Linear(8, 100)
-    message = "linear_weight must be a Tensor, got Linear: pass its weight, and its bias as linear_bias$"
+    message = "linear_weight must be a Tensor, got Linear: pass its weight, and a bias as linear_bias$"
     with pytest.raises(TypeError, match=message):
         core_triton.linear_cross_entropy(**arrays)
 

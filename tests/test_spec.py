@@ -178,7 +178,7 @@ BAD_ARRAYS = [
     (
         {"linear_bias": ArrayInfo((10,), "bfloat16")},
         ValueError,
-        "linear_bias must have shape (11,) (the rows of the head), got (10,)",
+        "linear_bias must have shape (11,) (a number for each class of linear_weight), got (10,)",
     ),
     (
         {"linear_bias": ArrayInfo((11,), "float16")},
@@ -188,7 +188,7 @@ BAD_ARRAYS = [
     (
         {"weight": ArrayInfo((11, 1), "float32")},
         ValueError,
-        "weight must have shape (11,) (the rows of the head), got (11, 1)",
+        "weight must have shape (11,) (a number for each class of linear_weight), got (11, 1)",
     ),
     (
         {"weight": ArrayInfo((11,), "int64")},

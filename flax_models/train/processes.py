@@ -87,7 +87,7 @@ def find_launch(
 
     Raises:
         UsageError: options are incomplete or invalid.
-        RunError: variables are, or options and variables contradict each other.
+        RunError: variables are incomplete or invalid, or options and variables contradict each other.
 
     Example:
         >>> find_launch(None, None, None, {"MASTER_ADDR": "a", "MASTER_PORT": "9", "WORLD_SIZE": "2", "RANK": "1"})
@@ -136,15 +136,15 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _check_address(name: str, address: str, fault: type[RunError] = RunError) -> None:
+def _check_address(name: str, address: str, error: type[RunError] = RunError) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise fault(f"{name} must be HOST:PORT, got {address!r}")
+        raise error(f"{name} must be HOST:PORT, got {address!r}")
 
 
-def _check_index(name: str, index: int, size: str, count: int, fault: type[RunError] = RunError) -> None:
+def _check_index(name: str, index: int, size: str, count: int, error: type[RunError] = RunError) -> None:
     if count < 1 or not 0 <= index < count:
-        raise fault(f"{name} must be in [0, {size}), got {index} of {count}")
+        raise error(f"{name} must be in [0, {size}), got {index} of {count}")
 
 
 def is_first() -> bool:
