@@ -77,9 +77,13 @@ FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor", "scalar_tenso
 def fake_tensors() -> Iterator[None]:
     """Makes tensors of a GPU on PyTorch's device "meta", which has no memory, and makes `Tensor.device` name the GPU.
 
-    To record a call, PyTorch's FakeTensorMode takes six times as long, 0.2 ms for each operation. Functions other
-    than FACTORIES that make a tensor on a GPU make none of these: without a driver they raise an error.
+    To record a call, PyTorch's FakeTensorMode takes six times as long, 0.2 ms for each operation. Only FACTORIES make
+    such tensors. Without a driver, other functions raise an error if they are asked for a tensor on a GPU.
     """
+
+    # The first operation of this kind on "meta" loads torch.compile, with a table of PyTorch's functions. It must
+    # not have those that replace them below.
+    torch.where(torch.empty(1, dtype=torch.bool, device="meta"), torch.empty(1, device="meta"), 0.0)
 
     def device(tensor: Tensor) -> torch.device:
         found = DEVICE.__get__(tensor)

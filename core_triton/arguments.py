@@ -203,7 +203,7 @@ def prepare(
         "token_weight": token_weight,
         "grad_into": grad_into,
     }
-    _check_are_tensors(named)
+    check_are_tensors(named)
     if normalizer is not None:
         named["normalizer"] = normalizer = _scalar(normalizer, input.device)
     compute = autocast_dtype(input.device)
@@ -391,7 +391,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
-def _check_are_tensors(named: dict[str, Any]) -> None:
+def check_are_tensors(named: dict[str, Any]) -> None:
     """Raises for an argument that is not a plain tensor."""
     for name, tensor in named.items():
         if tensor is None and name in _OPTIONAL:
@@ -409,7 +409,7 @@ def check_before_gather(arguments: dict[str, Any]) -> None:
     """Checks the types, dtypes and shapes of a rank's arguments before its tokens are gathered."""
     names = "input", "linear_weight", "target", "linear_bias", "token_weight"
     named: dict[str, Any] = {name: arguments.get(name) for name in names}
-    _check_are_tensors(named)
+    check_are_tensors(named)
     compute, infos = autocast_dtype(named["input"].device), []
     for name, tensor in named.items():
         if tensor is not None:
@@ -438,17 +438,12 @@ def check_transforms(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_layout(name: str, tensor: Tensor) -> None:
-    """Raises TypeError for a sparse or nested tensor."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
-        raise TypeError(f"{name} must be a dense Tensor, got {kind}")
-
-
 def _check_kind(name: str, tensor: Tensor) -> None:
     """Raises for a tensor that looks like one and would be treated as another."""
     check_transforms(name, tensor)
-    check_layout(name, tensor)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense Tensor, got {kind}")
     if type(tensor).__module__.startswith("torch.distributed"):
         raise TypeError(
             f"{name} must be a plain Tensor, got {type(tensor).__name__}: pass {name}.to_local(), with token_group "

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import gathered_tokens, ops, saved_ops
-from core_triton.arguments import Groups, Implementation, check_layout, choose, decide, of_vocab_group
+from core_triton.arguments import Groups, Implementation, check_are_tensors, choose, decide, of_vocab_group
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
@@ -53,12 +53,7 @@ def explained(
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     if torch.compiler.is_compiling():
         return choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
-    for name, array in (("input", input), ("linear_weight", linear_weight), ("grad_into", grad_into)):
-        optional = name == "grad_into"
-        if isinstance(array, Tensor):
-            check_layout(name, array)
-        elif array is not None or not optional:
-            raise TypeError(f"{name} must be a Tensor{' or None' if optional else ''}, got {type(array).__name__}")
+    check_are_tensors({"input": input, "linear_weight": linear_weight, "grad_into": grad_into})
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     check_grad_into(grad_into, input, linear_weight, explains=True)
     check_flag("gradients", gradients)

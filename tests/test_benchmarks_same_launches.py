@@ -36,6 +36,14 @@ def kernel_names(steps: list[Step]) -> list[str]:
     return [step["kernel"].removeprefix("core_triton.") for step in steps]
 
 
+def test_torch_compile_traces_functions_that_were_replaced_while_a_call_was_recorded() -> None:
+    assert recorded()
+    factories = torch.compile(
+        lambda: torch.arange(3) + torch.full((3,), 2) + torch.zeros(3), fullgraph=True, backend="eager"
+    )
+    assert factories().tolist() == [2, 3, 4]
+
+
 def test_equal_code_gives_equal_steps() -> None:
     steps = recorded()
     assert difference(steps, recorded()) is None

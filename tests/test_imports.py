@@ -158,9 +158,9 @@ ONE_FRAMEWORK_ONLY = {
     # PyTorch keeps what it checked; a traced call of JAX is checked once, and its devices are in devices.py. JAX checks
     # arrays of global shape too.
     "arguments.py": {
-        *("spec_of", "decide", "Decision", "Groups", "of_vocab_group", "check_are_arrays"),
+        *("spec_of", "decide", "Decision", "Groups", "of_vocab_group"),
+        *("check_are_tensors", "check_are_arrays"),  # the same, by the names of the types
         *("autocast_dtype", "check_before_gather", "check_transforms"),  # what dtensors.py checks before it gathers
-        "check_layout",  # a sparse or nested tensor is a Tensor, and no Array of JAX
     },
     # In PyTorch, plan A takes the token loss as an argument, and kernels finish stored logits.
     "chunked.py": {"ChunkRows", "token_loss_and_gradients", "finished_logits"},
