@@ -29,6 +29,7 @@ from trl_stand_ins import VOCABULARY, Config, Model, installed, trl
 from benchmarks.hosts_process import answer
 from benchmarks.hosts_rows import HOSTS, Request, Row
 from core_triton import check_token_loss
+from core_triton.hosts import trl_losses
 
 needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="trl is not installed (`make test-hosts` installs it)"
@@ -52,7 +53,7 @@ def adapter() -> Iterator[Any]:
 class Step(NamedTuple):
     loss: Tensor
     gradients: dict[str, Tensor]
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Any]
 
 
 def step(trainer: Any, inputs: dict[str, Any]) -> Step:
@@ -60,6 +61,8 @@ def step(trainer: Any, inputs: dict[str, Any]) -> Step:
     loss = trainer.compute_loss(trainer.model, inputs)
     (3 * loss).backward()  # as with a scaler of gradients
     gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    if hasattr(trainer, "log"):  # a GRPOTrainer
+        trainer.log({})
     return Step(loss.detach(), gradients, trainer.metrics)
 
 
@@ -113,6 +116,14 @@ def preference_inputs() -> dict[str, Any]:
     return {"input_ids": randint(4, 9), "completion_mask": mask}
 
 
+def log_probs_of(trainer: Any, inputs: dict[str, Any]) -> Tensor:
+    """The log-probabilities of the tokens of completions, with their gradients."""
+    tokens, mask = (
+        torch.cat([inputs[f"{of}_{name}"] for of in ("prompt", "completion")], 1) for name in ("ids", "mask")
+    )
+    return trainer._get_per_token_logps_and_entropies(trainer.model, tokens, mask, 6, compute_entropy=True)[0]
+
+
 def grpo_inputs(trainer: Any, *names: str) -> dict[str, Any]:
     """The inputs of `_compute_loss`, with these besides those that are always there."""
     prompt, completion = randint(4, 3), randint(4, 6)
@@ -124,9 +135,9 @@ def grpo_inputs(trainer: Any, *names: str) -> dict[str, Any]:
         "completion_ids": completion,
         "completion_mask": mask,
         "advantages": torch.tensor([1.0, -0.5, 0.25, -2.0]),
+        "num_items_in_batch": torch.tensor(40),
     }
-    with torch.no_grad():
-        log_probs, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs)
+    log_probs = log_probs_of(trainer, inputs).detach()
     more = {
         "old_per_token_logps": log_probs + torch.linspace(1, -1, 24).view(4, 6),
         "ref_per_token_logps": log_probs + uniform(2, 4, 6) - 0.5,
@@ -242,7 +253,7 @@ def test_named_losses_are_those_of_policy_loss(adapter: Any) -> None:
     for loss_type in ("dapo", "sapo", "cispo"):
         for given in ((True, True), (True, False), (False, True), (False, False)):
             beta, weighted_kl = 0.3 * given[1], not given[1]
-            loss = adapter.PolicyLoss(
+            loss = trl_losses.PolicyLoss(
                 loss_type=loss_type,
                 epsilon_low=0.1,
                 epsilon_high=1.1,
@@ -258,7 +269,7 @@ def test_named_losses_are_those_of_policy_loss(adapter: Any) -> None:
             assert (name is None) == (loss_type == "sapo" or (loss_type == "cispo" and given == (True, True)))
             if name is not None:
                 found.add(name.name)
-                gradients = [adapter.Objective(one, tuple(per_token)).derivative(log_prob) for one in (loss, name)]
+                gradients = [trl_losses.Objective(one, tuple(per_token)).derivative(log_prob) for one in (loss, name)]
                 torch.testing.assert_close(*gradients)
     assert found == {"grpo", "reinforce", "cispo"}
 
@@ -268,12 +279,15 @@ def test_named_losses_are_those_of_policy_loss(adapter: Any) -> None:
 def test_a_gradient_of_rounding_errors_is_no_other_loss(adapter: Any, loss_type: str, weighted: bool) -> None:
     """All answers have the same reward, and the reference model is that of the first step."""
     options = {"loss_type": loss_type, "beta": 0.3, "use_bias_correction_kl": weighted}
-    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(**options))
+
+    class Grpo(adapter.trl.GRPOTrainer):  # whose gradients are compared
+        def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
+            return super()._get_per_token_logps_and_entropies(*arguments, **options)
+
+    trainer = Grpo(Model(), args=Config(**options))
     inputs = grpo_inputs(trainer, REF)
     inputs["advantages"] = torch.zeros(4)
-    with torch.no_grad():
-        log_probs, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs)
-    inputs[REF] = log_probs + 1e-6 * (uniform(6, 4, 6) - 0.5)
+    inputs[REF] = log_probs_of(trainer, inputs).detach() + 1e-6 * (uniform(6, 4, 6) - 0.5)
     expected = step(trainer, inputs)
     with adapter.patch(trainer), calls_of(adapter) as calls:
         same(step(trainer, inputs), expected)
@@ -299,7 +313,7 @@ def test_trainers_that_compute_another_loss(adapter: Any) -> None:
 
     class Grpo(adapter.trl.GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-            return self._get_per_token_logps_and_entropies(model, inputs)[0].square().sum()
+            return log_probs_of(self, inputs).square().sum()
 
     for cls in (Sft, Grpo):
         trainer = cls(Model(), args=Config(loss_type="nll" if cls is Sft else "dapo"))
@@ -322,9 +336,10 @@ def test_a_gradient_of_entropies_is_not_lost(adapter: Any) -> None:
         def compute_loss(self, model: Any, inputs: Any) -> Tensor:
             return super().compute_loss(model, inputs) - 0.1 * self.entropies.sum()
 
-        def _get_per_token_logps_and_entropies(self, model: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-            log_probs, self.entropies = super()._get_per_token_logps_and_entropies(model, inputs)
-            return log_probs, self.entropies
+        def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
+            found = super()._get_per_token_logps_and_entropies(*arguments, **options)
+            self.entropies = found[1]
+            return found
 
     for cls, loss_type in ((Sft, "nll"), (Grpo, "dapo"), (Grpo, "vespo")):
         trainer = cls(Model(), args=Config(loss_type=loss_type))
@@ -347,7 +362,20 @@ def test_a_method_that_a_trainer_has_as_an_attribute_stays(adapter: Any) -> None
         return model(**inputs, fused_lm_head=True).log_probs.square().sum()
 
     def of_grpo(model: Any, inputs: Any) -> Tensor:
-        return grpo._get_per_token_logps_and_entropies(model, inputs)[0].square().sum()
+        return log_probs_of(grpo, inputs).square().sum()
+
+    def log(logs: dict[str, float]) -> None:
+        logged.append(logs)
+
+    logged: list[dict[str, float]] = []
+    trainer, inputs = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type="dapo")), grpo_inputs(grpo)
+    trainer.log = log
+    with adapter.patch(trainer):
+        trainer.compute_loss(trainer.model, inputs)
+        trainer.log({"loss": 2.0})
+    assert logged == [{"loss": 2.0}]
+    assert len(trainer._metrics["train"]["entropy"]) == 1
+    assert trainer.log is log
 
     for trainer, name, method in ((sft, "compute_loss", of_sft), (grpo, "_compute_loss", of_grpo)):
         setattr(trainer, name, method)
@@ -519,31 +547,113 @@ def test_what_is_refused(adapter: Any) -> None:
 def test_the_head_of_another_number_of_tokens_is_refused(adapter: Any) -> None:
     trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type="dapo"))
     inputs = grpo_inputs(trainer)
+
+    def leave_out(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs["labels"][0, -1] = -100
+
+    hook = trainer.model.register_forward_pre_hook(leave_out, with_kwargs=True)
     adapter.patch(trainer)
-    objective = adapter._grpo_objective(trainer, inputs, 18)
-    for count, outcome in (
-        (17, pytest.raises(RuntimeError, match="the head of GRPOTrainer got 18 tokens, but its loss has 17")),
-        (18, nullcontext()),
-    ):
-        wrong = objective._replace(count=torch.tensor(count))
-        with mock.patch.object(adapter, "_grpo_objective", return_value=wrong), outcome:
+    trainer.compute_loss(trainer.model, inputs).backward()
+    assert trainer.model.layer.weight.grad.isnan().all()
+    message = "^the head of GRPOTrainer got 17 tokens, but its loss has 18$"
+    with pytest.raises(RuntimeError, match=message):
+        trainer.log({})
+    trainer.compute_loss(trainer.model, inputs)
+    with pytest.raises(RuntimeError, match=message):
+        adapter.unpatch(trainer)
+    hook.remove()
+    with adapter.patch(trainer):
+        step(trainer, inputs)
+        with pytest.raises(RuntimeError, match=r"GRPOTrainer got 25 tokens, but completion_mask has shape \(4, 6\)"):
+            trl_losses.GrpoLoss(trainer, inputs, trl_losses.Metrics(trainer), checked=False).objective(25)
+
+
+def test_metrics_of_grpo_wait_until_they_are_logged(adapter: Any) -> None:
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type="dapo", beta=0.3))
+    inputs = grpo_inputs(trainer, OLD, REF)
+    trainer._metrics["train"]["reward"].append(0.5)
+    expected = []
+    for patched in (False, True):
+        with adapter.patch(trainer) if patched else nullcontext(), mock.patch.object(trl_losses, "MOST_WAITING", 2):
+            for _ in range(2):
+                trainer.compute_loss(trainer.model, inputs)
+            lengths = {name: len(values) for name, values in trainer._metrics["train"].items()}
+            assert lengths.pop("reward", 1) == 1
+            assert lengths == ({} if patched else dict.fromkeys(lengths, 2))
+            trainer.compute_loss(trainer.model, inputs)  # one more than may wait
+            assert len(trainer._metrics["train"]["kl"]) == (2 if patched else 3)
+        assert {len(values) for name, values in trainer._metrics["train"].items() if name != "reward"} == {3}
+        expected.append({name: list(values) for name, values in trainer._metrics["train"].items() if name != "reward"})
+        trainer.log({"loss": 1.0}, 0.0)
+        assert trainer.metrics["loss"] == 1.0
+        assert not trainer._metrics["train"]
+    torch.testing.assert_close(*expected, rtol=2e-5, atol=2e-6)
+    assert list(expected[0]) == list(expected[1])
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "grpo", "luspo"])
+def test_grpo_with_experts_in_evaluation_and_without_tokens(adapter: Any, loss_type: str) -> None:
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type=loss_type, aux_loss=True, epsilon_high=0.3))
+    inputs = grpo_inputs(trainer, OLD)
+    few, none = ({**inputs, "completion_mask": inputs["completion_mask"].clone()} for _ in range(2))
+    few["completion_mask"][1] = none["completion_mask"][:] = 0  # where mask_truncated_completions is on
+    expected = [step(trainer, one) for one in (inputs, few, none)]
+    trainer.model.eval()
+    expected.append(step(trainer, inputs))
+    with adapter.patch(trainer):
+        trainer.model.train()
+        found = [step(trainer, one) for one in (inputs, few, none)]
+        trainer.model.eval()
+        found.append(step(trainer, inputs))
+    assert expected[0].loss != expected[3].loss
+    assert expected[0].metrics["aux_loss"] > 0
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, equal_nan=True)
+
+
+def test_log_probabilities_that_a_trainer_of_grpo_changes(adapter: Any) -> None:
+    class Grpo(adapter.trl.GRPOTrainer):
+        factors: Tensor
+
+        def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
+            log_probs, *others = super()._get_per_token_logps_and_entropies(*arguments, **options)
+            return log_probs * self.factors, *others
+
+    trainer = Grpo(Model(), args=Config(loss_type="dapo"))
+    trainer.factors = torch.ones(4, 6)
+    inputs = grpo_inputs(trainer)
+    expected = step(trainer, inputs)
+    with adapter.patch(trainer):
+        same(step(trainer, inputs), expected)
+        trainer.factors = torch.linspace(0.5, 1, 24).view(4, 6)
+        with pytest.raises(RuntimeError, match=r"^the gradient of the loss of Grpo by the log-probabilities is not"):
             step(trainer, inputs)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
 def test_the_loss_of_grpo_waits_for_no_device(adapter: Any, loss_type: str) -> None:
-    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type=loss_type, beta=0.1))
+    """Besides trl's choice of the tokens that count, in the model."""
+    trainer = adapter.trl.GRPOTrainer(Model().cuda(), args=Config(loss_type=loss_type, beta=0.1))
     inputs = {name: one.cuda() for name, one in grpo_inputs(trainer, TOOLS, OLD, REF).items()}
+    expected = step(trainer, inputs)
+    for wait, register in (("default", "register_forward_pre_hook"), ("error", "register_forward_hook")):
+        getattr(trainer.model, register)(lambda *_, wait=wait: torch.cuda.set_sync_debug_mode(wait))
+    adapter.patch(trainer)
+    step(trainer, inputs)  # compiles the kernels
     torch.cuda.synchronize()
+    trainer.model.zero_grad()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        objective = adapter._grpo_objective(trainer, inputs, 18)
+        (3 * trainer.compute_loss(trainer.model, inputs)).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    mask = inputs["completion_mask"] != 0
-    torch.testing.assert_close(objective.per_token[1], inputs["old_per_token_logps"][mask])
+    trainer.log({})
+    torch.testing.assert_close(trainer.metrics, expected.metrics, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        trainer.model.lm_head.weight.grad, expected.gradients["lm_head.weight"], rtol=1e-2, atol=1e-4
+    )
 
 
 def test_another_version_of_trl_is_refused(adapter: Any) -> None:

@@ -2,6 +2,7 @@
 materialized logits. Each says which file of which version has its interface."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType, ModuleType, SimpleNamespace
@@ -150,6 +151,8 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
         temperature = 1.0
         loss_type: str
         _entropy_bonus_enabled: bool
+        epsilon_low: float
+        epsilon_high: float
 
         def __init__(self, model: Any, args: Any = None, ref_model: Any = None, **kwargs: Any) -> None:
             self.model, self.ref_model = Model() if isinstance(model, str) else model, ref_model
@@ -173,6 +176,7 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
             tokens, ones = torch.arange(8).view(2, 4), torch.ones(2, 4, dtype=torch.long)
             prompts: dict[str, Tensor] = {"prompt_ids": tokens, "completion_ids": tokens, "completion_mask": ones}
             of_sft = {"input_ids": tokens, "labels": tokens}
+            prompts |= {"prompt_mask": ones, "num_items_in_batch": torch.tensor(8)}
             of_grpo = {**prompts, "advantages": torch.ones(2)}
             for _ in range(self.args.max_steps):
                 self.compute_loss(self.model, of_sft if isinstance(self, SFTTrainer) else of_grpo).backward()
@@ -196,26 +200,102 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
     class GRPOTrainer(Trainer):
         """`trl/trainer/grpo_trainer.py`."""
 
-        def _get_per_token_logps_and_entropies(self, model: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-            tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-            labels, kept = tokens.clone(), inputs["completion_ids"].shape[1]
-            labels[:, :-kept] = -100
-            labels[:, -kept:][inputs["completion_mask"] == 0] = -100
-            outputs = model(input_ids=tokens, labels=labels, fused_lm_head=True)
-            return outputs.log_probs[:, -kept:], outputs.entropy[:, -kept:]
+        accelerator = SimpleNamespace(
+            num_processes=2,  # which have the same numbers
+            reduce=lambda tensor, reduction: 2 * tensor,
+            gather=lambda tensor: torch.cat([tensor, tensor]),
+            gather_for_metrics=lambda tensor: torch.stack([tensor, tensor]),
+        )
+        current_gradient_accumulation_steps = 3
+        max_completion_length = 7
+        router_aux_loss_coef = 0.2
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.aux_loss_enabled = self.args.aux_loss
+            self._metrics: dict[str, Any] = {"train": defaultdict(list), "eval": defaultdict(list)}
+
+        def _get_per_token_logps_and_entropies(
+            self,
+            model: Any,
+            input_ids: Tensor,
+            attention_mask: Tensor,
+            logits_to_keep: int,
+            batch_size: int | None = None,
+            compute_entropy: bool = False,
+            compute_aux_loss: bool = False,
+            **of_images: Any,
+        ) -> tuple[Tensor, Tensor, Tensor | None]:
+            assert batch_size is None
+            assert compute_entropy
+            assert all(one is None for one in of_images.values())
+            labels = input_ids.masked_fill(attention_mask == 0, -100)
+            labels[:, :-logits_to_keep] = -100
+            outputs = model(input_ids=input_ids, labels=labels, fused_lm_head=True)
+            kept = slice(-logits_to_keep, None)
+            aux_loss = model.layer.weight.square().mean() if compute_aux_loss else None
+            return outputs.log_probs[:, kept], outputs.entropy[:, kept], aux_loss
 
         def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-            log_probs, entropies = self._get_per_token_logps_and_entropies(model, inputs)
-            self.metrics = {"log_probs": log_probs.detach(), "entropy": entropies.detach()}
+            tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+            length = inputs["completion_ids"].shape[1]
+            log_probs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+                model, tokens, attention_mask, length, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            )
             mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
             old = inputs.get("old_per_token_logps")
-            losses = grpo_losses(self, log_probs, log_probs.detach() if old is None else old, mask, inputs)
+            losses, ratio, kl = grpo_losses(self, log_probs, log_probs.detach() if old is None else old, mask, inputs)
+            mode = "train" if self.model.training else "eval"
+            metrics, steps = self._metrics[mode], self.current_gradient_accumulation_steps if mode == "train" else 1
             if self._entropy_bonus_enabled:
                 losses = losses - 0.01 * entropies
             losses = losses * mask
             if self.loss_type in ("grpo", "sapo"):
-                return (losses.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-            return losses.sum(-1).mean() if self.loss_type == "luspo" else losses.sum() / mask.sum().clamp(min=1)
+                loss = (losses.sum(-1) / mask.sum(-1).clamp(min=1)).mean() / steps
+            elif self.loss_type in ("cispo", "dapo", "vespo"):
+                normalizer = inputs["num_items_in_batch"] / self.accelerator.num_processes
+                loss = losses.sum() / (normalizer * steps / self.args.steps_per_generation if steps > 1 else normalizer)
+            elif self.loss_type == "dr_grpo":
+                loss = losses.sum() / (len(losses) * self.max_completion_length) / steps
+            elif self.loss_type == "luspo":
+                loss = losses.sum(-1).mean() / steps
+            else:
+                loss = losses.sum() / mask.sum().clamp(min=1) / steps
+            if aux_loss is not None:
+                loss = loss + self.router_aux_loss_coef * aux_loss / steps
+                metrics["aux_loss"].append(aux_loss.item())
+            self._add_metrics(metrics, mask, inputs["advantages"], ratio, kl, entropies)
+            return loss
+
+        def _add_metrics(
+            self, metrics: Any, mask: Tensor, advantages: Tensor, ratio: Tensor, kl: Any, entropies: Tensor
+        ) -> None:
+            def mean(one: Tensor) -> float:
+                return ((one * mask).sum() / mask.sum().clamp(min=1)).item()
+
+            advantages = advantages[:, None] if advantages.ndim == 1 else advantages
+            if kl is not None:
+                metrics["kl"].append(mean(kl))
+            metrics["entropy"].append(mean(entropies))
+            if self.loss_type == "cispo":
+                metrics["cispo_clip_ratio"].append(mean((ratio > self.epsilon_high) & (advantages > 0)))
+            elif self.loss_type not in ("sapo", "vespo"):
+                low, high = (
+                    (ratio < 1 - self.epsilon_low) & (advantages < 0),
+                    (ratio > 1 + self.epsilon_high) & (advantages > 0),
+                )
+                for name, one in (("low", low), ("high", high), ("region", low | high)):
+                    metrics[f"clip_ratio/{name}_mean"].append(mean(one))
+                shares = [((one * mask).sum(-1) / mask.sum(-1)).tolist() for one in (low, high)]
+                of_low, of_high = ([one for one in rows if one == one] or [torch.nan] for rows in shares)
+                metrics["clip_ratio/low_min"].append(min(of_low))
+                metrics["clip_ratio/high_max"].append(max(of_high))
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            mode = "train" if self.model.training else "eval"
+            self.metrics = logs | {name: sum(values) / len(values) for name, values in self._metrics[mode].items()}
+            self._metrics[mode].clear()
 
     class SequenceTrainer(Trainer):
         """The call of DPO, KTO and RLOO: a loss of the sums of log-probabilities."""
@@ -275,18 +355,23 @@ class Config(SimpleNamespace):
             "use_vllm": False,
             "vllm_importance_sampling_correction": True,
             "max_steps": 0,
+            "steps_per_generation": 2,
+            "aux_loss": False,
         }
         super().__init__(**(defaults | options))
 
 
-def grpo_losses(trainer: Any, log_probs: Tensor, old: Tensor, mask: Tensor, inputs: Any) -> Tensor:
-    """The losses of tokens in `GRPOTrainer._compute_loss` of trl 1.16.0."""
+def grpo_losses(
+    trainer: Any, log_probs: Tensor, old: Tensor, mask: Tensor, inputs: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The losses of tokens in `GRPOTrainer._compute_loss` of trl 1.16.0, their ratios and KL divergences."""
     advantages = inputs["advantages"]
     advantages = advantages[:, None] if advantages.ndim == 1 else advantages
     logs = log_probs - old
     if trainer.importance_sampling_level == "sequence":
         logs = ((logs * mask).sum(-1) / mask.sum(-1).clamp(min=1))[:, None]
-    ratio = logs.exp()
+    unbounded, kl = logs.exp(), None
+    ratio = unbounded
     if trainer.loss_type == "cispo":
         losses = -ratio.clamp(max=trainer.epsilon_high).detach() * advantages * log_probs
     elif trainer.loss_type == "sapo":
@@ -295,15 +380,16 @@ def grpo_losses(trainer: Any, log_probs: Tensor, old: Tensor, mask: Tensor, inpu
         losses = -torch.sigmoid(temperatures * (ratio - 1)) * 4 / temperatures * advantages
     else:
         clipped = ratio.clamp(1 - trainer.epsilon_low, 1 + trainer.epsilon_high)
-        bounded = ratio if trainer.args.delta is None else ratio.clamp(max=trainer.args.delta)
-        losses = -torch.min(bounded * advantages, clipped * advantages)
+        ratio = ratio if trainer.args.delta is None else ratio.clamp(max=trainer.args.delta)
+        losses = -torch.min(ratio * advantages, clipped * advantages)
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         losses = losses * inputs["importance_sampling_ratio"]
     if trainer.beta:
         difference = inputs["ref_per_token_logps"] - log_probs
         kl = torch.exp(difference) - difference - 1
-        losses = losses + trainer.beta * (kl * ratio if trainer.args.use_bias_correction_kl else kl)
-    return losses
+        kl = kl * unbounded if trainer.args.use_bias_correction_kl else kl
+        losses = losses + trainer.beta * kl
+    return losses, ratio, kl
 
 
 def verl(version: str = "0.9.1") -> list[ModuleType]:

@@ -6,11 +6,12 @@ the log-probabilities and statistics of all tokens that count with `_ChunkedLogP
 (`ChunkedLogProbFunction` in `trl/kernels/chunked_logprob.py`), which takes four matmuls with gradients. While the model
 of a patched trainer is called, `_Installed.head` is called in its place.
 
-The trainer computes its loss from the log-probabilities, as without the patch. Three matmuls are enough where the
-direction of the gradient of this loss by the log-probabilities is a function of each log-probability and of numbers
-that are known before the call (`Objective`): in SFT, and in GRPO for most options. `linear_token_loss_with_stats` then
-computes the gradients together with the log-probabilities, and the backward pass scales them by a number. It raises an
-error if the gradient that the trainer computed has another direction.
+The trainer computes its loss from the log-probabilities. Three matmuls are enough where the direction of the gradient
+of this loss by the log-probabilities is a function of each log-probability and of numbers that are known before the
+call (`trl_losses.Objective`): in SFT, and in GRPO for most options. `linear_token_loss_with_stats` then computes the
+gradients together with the log-probabilities, and the backward pass scales them by a number. If trl or a subclass
+computed the loss or the log-probabilities, it raises an error if their gradient has another direction. In GRPO with
+these options, `trl_losses.GrpoLoss` computes the loss and the metrics in place of trl.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,8 @@ except ImportError as error:
     raise ImportError('core_triton.hosts.trl needs trl: pip install "trl==1.16.*"') from error
 from trl.trainer import utils  # pyright: ignore[reportMissingImports]
 
-from core_triton import token_losses
 from core_triton.hosts.interface import OPTIONS, Patch, check_options, check_version
+from core_triton.hosts.trl_losses import GrpoLoss, Metrics, Objective, is_of_tokens, sft_objective
 from core_triton.linear_ce import linear_log_probs, linear_token_loss_with_stats
 
 __all__ = ["patch", "unpatch"]
@@ -201,7 +202,7 @@ def _patch_trainer(trainer: Any, options: dict[str, Any]) -> "_Installed":
 
 
 class _Installed:
-    """The patch of one trainer: hooks of its models, and in GRPO its `_compute_loss`."""
+    """The patch of one trainer: hooks of its models, and in GRPO its `_compute_loss` and `log`."""
 
     def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
         self.trainer = trainer
@@ -216,27 +217,44 @@ class _Installed:
         self.objective: Callable[[int], Objective] | None = None
         base = _base(type(trainer)).__name__
         if base == "SFTTrainer" and _is_of_trl(trainer, "compute_loss"):
-            objective = _sft_objective(trainer)
+            objective = sft_objective(trainer)
             self.objective = lambda tokens: objective
+        self.metrics = Metrics(trainer)
+        self.logs = vars(trainer).get("log")  # the method that the trainer has as an attribute
         if base == "GRPOTrainer" and _is_of_trl(trainer, "_compute_loss"):
             trainer._compute_loss = self._compute_loss
+            trainer.log = self._log
 
     def remove(self) -> None:
         for hook in self.hooks:
             hook.remove()
         if vars(self.trainer).get("_compute_loss") == self._compute_loss:
             del self.trainer._compute_loss
+        if vars(self.trainer).get("log") == self._log:
+            del self.trainer.log
+            if self.logs is not None:
+                self.trainer.log = self.logs
         del self.trainer._core_triton
         _trainers.discard(self)
+        self.metrics.read()
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """`GRPOTrainer._compute_loss`, which calls the model once with gradients."""
-        if _is_of_tokens(self.trainer):
-            self.objective = partial(_grpo_objective, self.trainer, inputs)
-        try:
+        if not is_of_tokens(self.trainer):
             return type(self.trainer)._compute_loss(self.trainer, model, inputs)
+        checked = not _is_of_trl(self.trainer, "_get_per_token_logps_and_entropies")
+        loss = GrpoLoss(self.trainer, inputs, self.metrics, checked=checked)
+        self.objective = loss.objective
+        try:
+            return loss.compute(model)
         finally:
             self.objective = None
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        """`GRPOTrainer.log`, with the metrics that are still on the device."""
+        self.metrics.read()
+        log = self.logs or partial(type(self.trainer).log, self.trainer)
+        log(*args, **kwargs)
 
     def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("fused_lm_head"):
@@ -346,33 +364,6 @@ def _replace_functions() -> None:
         _replaced.clear()
 
 
-class Objective(NamedTuple):
-    """A loss whose gradient with respect to the log-probabilities is that of the trainer's loss, up to a factor.
-
-    Args:
-        token_loss: of `linear_token_loss`.
-        per_token: (N,) each, its arguments besides the log-probabilities.
-        token_weight: (N,) positive, a factor of each token, or None.
-        rounding: () or a number. Where no derivative is larger, rounding may be a large part of all of them.
-        count: () the number of tokens of the trainer's loss, on the device; None if all that the head gets count. If
-            the head gets another number, the arrays are those of other tokens, and the backward pass raises an error.
-    """
-
-    token_loss: Callable[..., Tensor]
-    per_token: tuple[Tensor, ...] = ()
-    token_weight: Tensor | None = None
-    rounding: Tensor | float = 0.0
-    count: Tensor | None = None
-
-    def derivative(self, log_prob: Tensor) -> Tensor:
-        """Returns the derivative (N,) by log_prob (N,) of each token's loss times its weight."""
-        with torch.enable_grad():
-            log_prob = log_prob.detach().requires_grad_()
-            losses = self.token_loss(log_prob, *self.per_token)
-            weight = torch.ones_like(losses) if self.token_weight is None else self.token_weight
-            return torch.autograd.grad(losses, log_prob, weight)[0]
-
-
 class _LogProbsOfLoss(torch.autograd.Function):
     """Log-probabilities (N,), whose gradient is that of a loss () that was computed from them, times a number."""
 
@@ -389,22 +380,16 @@ class _LogProbsOfLoss(torch.autograd.Function):
         derivative = ctx.objective.derivative(log_prob).double()
         d_log_prob = gradient.double()
         factor = (d_log_prob @ derivative) / (derivative @ derivative).clamp(min=torch.finfo(torch.float64).tiny)
-        rest = (d_log_prob - factor * derivative).abs()
-        count, wrong = ctx.objective.count, torch.zeros((), dtype=torch.bool, device=rest.device)
-        if len(rest):  # comparisons with NaN, which propagates, are False
-            wrong = derivative.abs().amax() > ctx.objective.rounding
-            wrong = wrong & (rest.amax() > TOLERANCE * d_log_prob.abs().amax())
-        miscounted = torch.zeros_like(wrong) if count is None else count != len(rest)
-        wrong, miscounted = torch.stack([wrong, miscounted]).tolist()  # waits for the device
-        if miscounted:
-            assert count is not None
-            raise RuntimeError(f"the head of {ctx.trainer} got {len(rest)} tokens, but its loss has {count.item()}")
-        if wrong:
-            raise RuntimeError(
-                f"the gradient of the loss of {ctx.trainer} by the log-probabilities is not the one that "
-                "core_triton.hosts.trl computes for its options. Undo the patch with "
-                "core_triton.hosts.trl.unpatch to compute another loss"
-            )
+        if ctx.objective.checked and len(derivative):
+            rest = (d_log_prob - factor * derivative).abs()
+            wrong = rest.amax() > TOLERANCE * d_log_prob.abs().amax()  # False with NaN, which propagates
+            wrong = wrong & (derivative.abs().amax() > ctx.objective.rounding)
+            if wrong.item():  # waits for the device
+                raise RuntimeError(
+                    f"the gradient of the loss of {ctx.trainer} by the log-probabilities is not the one that "
+                    "core_triton.hosts.trl computes for its options. Undo the patch with "
+                    "core_triton.hosts.trl.unpatch to compute another loss"
+                )
         return factor.float(), None, None, None
 
 
@@ -426,132 +411,3 @@ class _EntropyWithoutGradient(torch.autograd.Function):
                 "does not compute there. Undo the patch with core_triton.hosts.trl.unpatch to compute it"
             )
         return None, None, None
-
-
-def _nll(log_prob: Tensor) -> Tensor:
-    return -log_prob
-
-
-def _dft(log_prob: Tensor) -> Tensor:
-    return -log_prob.exp().detach() * log_prob
-
-
-def _sft_objective(trainer: Any) -> Objective:
-    """The loss of `SFTTrainer.compute_loss` (trl/trainer/sft_trainer.py): a sum over tokens divided by a number."""
-    return Objective({"nll": _nll, "dft": _dft}[trainer.args.loss_type])
-
-
-# The losses of GRPOTrainer that are means of losses of tokens
-MEAN_OF_SEQUENCES = ("grpo", "sapo")  # of the means of its tokens
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # min(ratio * advantage, clip(ratio) * advantage)
-
-
-def _is_of_tokens(trainer: Any) -> bool:
-    """Returns whether in `GRPOTrainer._compute_loss` (trl/trainer/grpo_trainer.py) the loss of a token depends on no
-    other log-probability and on no entropy of the same pass."""
-    return (
-        trainer.importance_sampling_level == "token"
-        and trainer.loss_type in (*CLIPPED, "sapo", "cispo")
-        and trainer.off_policy_mask_threshold is None
-        and trainer.top_entropy_quantile == 1.0
-        and not trainer._entropy_bonus_enabled
-    )
-
-
-def _grpo_objective(trainer: Any, inputs: dict[str, Any], tokens: int) -> Objective:
-    """The loss of `GRPOTrainer._compute_loss`, if `_is_of_tokens`.
-
-    Args:
-        tokens: the number of tokens of the head. The host knows it, so nothing waits for the device to count them.
-
-    Raises:
-        RuntimeError: the head gets more tokens than the completions have.
-    """
-    args, loss_type = trainer.args, trainer.loss_type
-    mask_of_rows = inputs["completion_mask"]  # (B, T), of the rows that the head gets
-    if tokens > mask_of_rows.numel():
-        raise RuntimeError(
-            f"the head of {type(trainer).__name__} got {tokens} tokens, but completion_mask has shape "
-            f"{tuple(mask_of_rows.shape)}"
-        )
-    places = torch.nonzero_static(mask_of_rows.flatten(), size=tokens).squeeze(1)
-    mask = mask_of_rows * inputs["tool_mask"] if "tool_mask" in inputs else mask_of_rows
-
-    def rows(array: Tensor) -> Tensor:
-        return array.float().expand(mask_of_rows.shape).flatten()[places]
-
-    advantages = inputs["advantages"]
-    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:  # a factor that is not negative
-        advantages = advantages * inputs["importance_sampling_ratio"]
-    old = inputs.get("old_per_token_logps")
-    ref = inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None
-    # The derivative of the KL divergence is beta * (1 - ratio), which is rounding if all ratios are about 1.
-    weight, rounding = None, 0.01 * trainer.beta
-    if loss_type in MEAN_OF_SEQUENCES:
-        of_sequences = 1.0 / mask.sum(-1, keepdim=True).clamp(min=1.0)
-        weight, rounding = rows(of_sequences), rounding * of_sequences.amax()
-    tokens_mask = rows(mask) if "tool_mask" in inputs else None
-    loss = PolicyLoss(
-        loss_type=loss_type,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        beta=trainer.beta,
-        delta=args.delta,
-        temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),
-        weighted_kl=args.use_bias_correction_kl,
-        given=(old is not None, ref is not None, tokens_mask is not None),
-    )
-    given = [rows(advantages), *(rows(one) for one in (old, ref) if one is not None)]
-    per_token = *given, *([] if tokens_mask is None else [tokens_mask])
-    return Objective(loss.named() or loss, per_token, weight, rounding, mask_of_rows.count_nonzero())
-
-
-class PolicyLoss(NamedTuple):
-    """The loss of a token in GRPOTrainer: called with log_prob, advantage, and those of old_log_prob, ref_log_prob and
-    mask that are given, (N,) float32 each."""
-
-    loss_type: str
-    epsilon_low: float
-    epsilon_high: float
-    beta: float
-    delta: float | None
-    temperatures: tuple[float, float]  # of sapo, for positive and other advantages
-    weighted_kl: bool  # whether the ratio multiplies the KL divergence
-    given: tuple[bool, bool, bool]  # old_log_prob, ref_log_prob, mask
-
-    def named(self) -> token_losses.Named | None:
-        """Returns the same loss of `token_losses`, which is one kernel, if there is one."""
-        with_old, _, with_mask = self.given
-        plain = not with_mask and not (self.weighted_kl and self.beta)
-        if plain and self.loss_type in CLIPPED and self.delta is None:
-            if with_old:
-                return token_losses.grpo(self.epsilon_low, self.epsilon_high, self.beta)
-            return token_losses.reinforce(self.beta)  # the ratio is 1
-        if plain and self.loss_type == "cispo" and self.epsilon_high >= 1:
-            if not with_old:
-                return token_losses.reinforce(self.beta)
-            if not self.beta:
-                return token_losses.cispo(1.0, self.epsilon_high - 1)
-        return None
-
-    def __call__(self, log_prob: Tensor, advantage: Tensor, *others: Tensor) -> Tensor:
-        rest = list(others)
-        with_old, with_ref, with_mask = self.given
-        ratio = torch.exp(log_prob - (rest.pop(0) if with_old else log_prob.detach()))
-        weight = ratio  # of the KL divergence
-        if self.loss_type == "cispo":
-            loss = -ratio.clamp(max=self.epsilon_high).detach() * advantage * log_prob
-        elif self.loss_type == "sapo":
-            positive, other = self.temperatures
-            temperature = torch.where(advantage > 0, positive, other)
-            loss = -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
-        else:
-            clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-            bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
-            loss = -torch.minimum(bounded * advantage, clipped * advantage)
-        if with_ref:
-            difference = rest.pop(0) - log_prob
-            kl = torch.expm1(difference) - difference
-            loss = loss + self.beta * (kl * weight if self.weighted_kl else kl)
-        return loss * rest.pop(0) if with_mask else loss
