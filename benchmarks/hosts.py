@@ -2,8 +2,8 @@
 
 The rows of a library and a config share a process (`benchmarks.hosts_process`), each with a newly built model. What
 cannot be undone comes last. If a process ends in a row, another one takes the rows after it. Before a row is timed, its
-loss and gradient are compared with the library's or, in transformers, with a float32 model's. how-to-measure.md has the
-definitions.
+loss and gradient are compared with the library's or, in transformers, with a float32 model's. In trl, the library as it
+is and ours are timed in turns. how-to-measure.md has the definitions.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -60,15 +60,16 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU (times are no results)"
 
 
-def line(row: dict[str, object]) -> str:
+def line(row: Mapping[str, Any]) -> str:
     """Returns what is printed of a row."""
-    name = Row(**{key: row[key] for key in KEY}).name  # pyright: ignore[reportArgumentType]
+    name = Row(**{key: row[key] for key in KEY}).name
     if row["status"] != "ok":
         return f"{name:52} {row['status']}: {row['note']}"
-    tokens, peak = row["tokens_per_s"], row["peak_bytes"]
-    assert isinstance(tokens, float)
-    memory = "" if peak is None else f", {peak / 2**30:.2f} GiB"  # pyright: ignore[reportOperatorIssue]
-    return f"{name:52} {tokens:,.0f} tokens/s{memory}, the loss differs by {row['loss_error']:.1e}"
+    memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.2f} GiB"
+    ratio = f", ours {row['ratio']:.3f} x ({row['ratio_p20']:.3f} to {row['ratio_p80']:.3f})" if "ratio" in row else ""
+    note = f"; {row['note']}" if row["note"] else ""
+    speed = f"{row['tokens_per_s']:,.0f} tokens/s{memory}{ratio}"
+    return f"{name:52} {speed}, the loss differs by {row['loss_error']:.1e}{note}"
 
 
 class Run:

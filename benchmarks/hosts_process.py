@@ -11,11 +11,11 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts_rows import HOSTS, Request, Row
+from benchmarks.hosts_rows import HOSTS, Request, Row, in_turns
 from benchmarks.methods import UnavailableError, describe, out_of_memory
 
 # Of the loss and of a gradient, relative to the library, which rounds logits to bfloat16
@@ -58,14 +58,33 @@ def answer(row: Row, request: Request) -> dict[str, Any]:
         return {"status": "oom" if out_of_memory(error) else "failed", "note": describe(error)}
 
 
+def answers(rows: Sequence[Row], request: Request) -> Iterator[dict[str, Any]]:
+    """Yields the answers to rows that are timed in turns, or to one row. If rows cannot be timed in turns, each is
+    timed alone, and the note of those that can says why."""
+    note = None
+    if len(rows) > 1:
+        try:
+            module: Any = importlib.import_module(HOSTS[rows[0].host].module)
+            measured = module.measure_in_turns(rows, request.seconds, request.kernels)
+        except Exception as error:  # rows that fail alone, too, print it
+            note = f"timed alone, because in turns there was an error: {describe(error)}"
+        else:
+            yield from ({"status": "ok", "note": None, **figures} for figures in measured)
+            return
+    for row in rows:
+        found = answer(row, request)
+        yield found | ({"note": note} if found["status"] == "ok" else {})
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     text, path = sys.argv[1:] if arguments is None else arguments
     request, began = Request(**json.loads(text)), time.monotonic()
     with Path(request.file).open("w") as file:
-        for row in request.rows:
+        for rows in in_turns([Row(**row) for row in request.rows]):
             if request.until is not None and time.monotonic() - began > request.until:
                 break
-            print(json.dumps(answer(Row(**row), request), default=float), file=file, flush=True)
+            for found in answers(rows, request):
+                print(json.dumps(found, default=float), file=file, flush=True)
     Path(path).write_text(json.dumps({"status": "ok", "note": None}))
 
 

@@ -1,7 +1,8 @@
 """What `benchmarks.hosts` measures: hosts, shapes of models, and rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 KEY = ("host", "config", "trainer", "part", "variant", "seq", "batch")  # which rows are the same measurement
@@ -45,12 +46,14 @@ class Host(NamedTuple):
         variants: in the order in which a process takes them, except those in `PERMANENT`.
         parts: (trainer, part) of the rows.
         sizes: tokens of a sequence.
+        in_turns: the variants of a row are timed in turns, by `measure_in_turns` of the module.
     """
 
     module: str
     variants: tuple[str, ...]
     parts: tuple[tuple[str | None, str], ...]
     sizes: tuple[int, ...]
+    in_turns: bool = False
 
 
 HOSTS = {
@@ -65,6 +68,7 @@ HOSTS = {
         variants=("plain", "ours"),
         parts=(("GRPO", "loss"), ("GRPO", "step"), ("SFT", "step"), ("DPO", "step")),
         sizes=tuple(SIZES),
+        in_turns=True,
     ),
     "tunix": Host(module="benchmarks.hosts_jax", variants=("plain", "ours"), parts=(("SFT", "loss"),), sizes=(512,)),
     "maxtext": Host(module="benchmarks.hosts_jax", variants=("plain", "ours"), parts=((None, "loss"),), sizes=(512,)),
@@ -156,3 +160,12 @@ def plan(
         ]
         processes.append(sorted(process, key=lambda row: row.variant in PERMANENT))
     return [process for process in processes if process]
+
+
+def in_turns(rows: Sequence[Row]) -> list[list[Row]]:
+    """Returns the rows of a process, in order, those together that are timed in turns."""
+
+    def group(row: Row) -> Row:
+        return replace(row, variant="") if HOSTS[row.host].in_turns else row
+
+    return [list(found) for _, found in groupby(rows, group)]

@@ -118,14 +118,23 @@ def _name(key: tuple[Any, ...], *, with_host: bool = False) -> str:
 
 
 def _cell(row: Mapping[str, Any] | None, plain: Mapping[str, Any] | None) -> str:
-    """Returns tokens per second, their ratio to those of the library as it is, and the peak of memory."""
+    """Returns tokens per second, their ratio to those of the library as it is, with a range if both were timed in
+    turns, and the peak of memory."""
     if row is None or row["status"] == "skipped":
         return "-"
     if row["status"] != "ok":
         return "out of memory" if row["status"] == "oom" else row["status"]
-    ratio = f" ({row['tokens_per_s'] / plain['tokens_per_s']:.2f} x)" if plain and plain["status"] == "ok" else ""
+    spread = f", {row['ratio_p20']:.2f} to {row['ratio_p80']:.2f}" if "ratio" in row else ""
+    ratio = f" ({_speed(row, plain):.2f} x{spread})" if plain and plain["status"] == "ok" else ""
     memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.2f} GiB"
     return f"{row['tokens_per_s']:,.0f}/s{ratio if row is not plain else ''}{memory}"
+
+
+def _speed(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Returns the speed of a row relative to another one: the median over pairs, if both were timed in turns."""
+    if "ratio" in row and other["variant"] == "plain":
+        return row["ratio"]
+    return row["tokens_per_s"] / other["tokens_per_s"]
 
 
 def _verdict(bar: Bar, rows: Rows) -> str:
@@ -155,7 +164,7 @@ def _verdict(bar: Bar, rows: Rows) -> str:
 
 
 def _failures(bar: Bar, name: str, ours: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
-    speed = ours["tokens_per_s"] / other["tokens_per_s"]
+    speed = _speed(ours, other)
     if speed < bar.speed or (bar.speed == 1 and speed == 1):
         yield f"{name} ({speed:.2f} x as fast)"
     if bar.memory is not None and None not in (ours["peak_bytes"], other["peak_bytes"]):

@@ -1,16 +1,16 @@
 """What the PyTorch hosts of `benchmarks.hosts` have in common: models, the check of a variant, and times."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.hosts_rows import CONFIGS, Row
 from benchmarks.methods import load
-from benchmarks.timing import WARM_UP, Sensor, host_blocks
+from benchmarks.timing import BATCHES, WARM_UP, Sensor, blocks_in_turns, ratio_figures
 from benchmarks.trace import of_row, trace_torch
 
 
@@ -34,7 +34,16 @@ def _forget() -> None:
     # A row's variables still hold its model when the row ends, and a patched model is in a cycle.
     gc.collect()
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # the next matmul allocates them again, so each variant counts them
         torch.cuda.empty_cache()
+
+
+def allocated() -> int:
+    """Returns the bytes of the tensors on the GPU, 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    _forget()
+    return torch.cuda.memory_allocated()
 
 
 def make_model(config: str, **fields: Any) -> Any:
@@ -68,23 +77,61 @@ def differences(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -
     return [((one - other).norm() / other.norm()).item() for one, other in pairs]
 
 
-def time_steps(row: Row, step: Callable[[], None], seconds: float, kernels: bool) -> dict[str, Any]:
-    """Returns the figures of steps: tokens per second, the peak of allocated memory, times, and if asked for kernels
-    and gaps of a trace."""
-    on_gpu = torch.cuda.is_available()
-    wait = torch.cuda.synchronize if on_gpu else _no_wait
+class Prepared(NamedTuple):
+    """A row whose model has been checked and warmed up.
+
+    Args:
+        row: the row.
+        step: enqueues one of its steps.
+        figures: keys of the row that are known before its steps are timed.
+    """
+
+    row: Row
+    step: Callable[[], None]
+    figures: dict[str, Any]
+
+
+def prepared(row: Row, step: Callable[[], None], errors: dict[str, float], others: int = 0) -> Prepared:
+    """Takes the first steps of a row and measures the peak of allocated memory.
+
+    Args:
+        row: the row.
+        step: enqueues one of its steps.
+        errors: keys of the row.
+        others: bytes that other variants hold meanwhile, which do not count.
+    """
     for _ in range(WARM_UP):
         step()
-    wait()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    figures = host_blocks(step, wait, seconds, Sensor(gpu=on_gpu)).figures()
-    found = {
-        "tokens_per_s": 1000 * row.batch * row.seq / figures["step_ms"],
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        **figures,
-    }
-    return found | (of_row(lambda: trace_torch(step)) if kernels else {})
+    return Prepared(row, step, {"peak_bytes": peak(step, others), **errors})
+
+
+def peak(step: Callable[[], None], others: int) -> int | None:
+    """Returns the most memory that is allocated during steps, without the bytes of others; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(BATCHES):
+        step()
+    return torch.cuda.max_memory_allocated() - others
+
+
+def time_steps(rows: Sequence[Prepared], seconds: float, kernels: bool) -> list[dict[str, Any]]:
+    """Returns the figures of rows, whose steps are timed in turns: tokens per second, times, the ratio of the second
+    row to the first, and if asked for kernels and gaps of traces."""
+    on_gpu = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_gpu else _no_wait
+    timed = blocks_in_turns([each.step for each in rows], wait, seconds, Sensor(gpu=on_gpu))
+    # Of the speeds: the times of the first relative to those of the second
+    ratio = ratio_figures(*(blocks.times for blocks in timed)) if len(rows) > 1 else {}
+    found = []
+    for (row, _, known), blocks in zip(rows, timed, strict=True):
+        figures = blocks.figures()
+        tokens_per_s = 1000 * row.batch * row.seq / figures["step_ms"]
+        found.append({"tokens_per_s": tokens_per_s, **known, **figures, **ratio})
+    if kernels:  # after all times: the profiler slows later steps
+        for one, each in zip(found, rows, strict=True):
+            one |= of_row(lambda step=each.step: trace_torch(step))
+    return found
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:

@@ -17,6 +17,7 @@ from benchmarks.hosts_torch import (
     loss_and_gradient,
     make_model,
     make_optimizer,
+    prepared,
     time_steps,
 )
 from benchmarks.methods import load
@@ -61,7 +62,8 @@ def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str,
             optimizer.zero_grad()
             steps += 1
 
-        return time_steps(row, step, seconds, kernels) | errors
+        (found,) = time_steps([prepared(row, step, errors)], seconds, kernels)
+        return found
 
 
 @contextmanager

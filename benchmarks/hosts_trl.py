@@ -3,10 +3,14 @@
 The part "step" is `compute_loss`, the backward pass and the optimizer. The part "loss" is `_compute_loss` of
 `GRPOTrainer` and the backward pass with a model whose layers are replaced by fixed hidden states: the head and the
 loss, with the gradients of hidden states and head. trl 1.16 refuses Liger's loss in these trainers, so no row has it.
+
+Both variants are timed in turns, because the host's part of their time changes from minute to minute. A patch changes
+one trainer, so a trainer as it is can live beside it.
 """
 
 import tempfile
 import warnings
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +22,15 @@ from benchmarks import data
 from benchmarks.hosts_process import check_differences
 from benchmarks.hosts_rows import Row
 from benchmarks.hosts_torch import (
+    Prepared,
+    allocated,
     device_type,
     differences,
     from_nothing,
     loss_and_gradient,
     make_model,
     make_optimizer,
+    prepared,
     time_steps,
 )
 from benchmarks.methods import load
@@ -43,22 +50,45 @@ def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str,
     """
     if seconds is None:
         return {}
+    (found,) = measure_in_turns([row], seconds, kernels)
+    return found
+
+
+def measure_in_turns(rows: Sequence[Row], seconds: float, kernels: bool) -> list[dict[str, Any]]:
+    """Returns the figures of rows that differ in the variant only, whose steps are timed in turns.
+
+    Raises:
+        UnavailableError: as `measure`.
+        ValueError: as `measure`.
+    """
     with from_nothing(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(row, folder)
-        batches = [make_batch(row, trainer, row.batch, row.seq, seed) for seed in range(BATCHES)]
-        errors = changed(trainer, row)
-        optimizer = make_optimizer(trainer.model) if row.part == "step" else None
-        steps = 0
+        before = allocated()
+        return time_steps([prepare(row, folder, allocated() - before) for row in rows], seconds, kernels)
 
-        def step() -> None:
-            nonlocal steps
-            loss_of(row, trainer, batches[steps % BATCHES]).backward()
-            if optimizer is not None:
-                optimizer.step()
-            trainer.model.zero_grad()
-            steps += 1
 
-        return time_steps(row, step, seconds, kernels) | errors
+def prepare(row: Row, folder: str, others: int) -> Prepared:
+    """Makes, checks and warms up the trainer of a row.
+
+    Args:
+        row: the row.
+        folder: for what the trainer writes.
+        others: bytes on the GPU that trainers of other variants hold.
+    """
+    trainer = make_trainer(row, folder)
+    batches = [make_batch(row, trainer, row.batch, row.seq, seed) for seed in range(BATCHES)]
+    errors = changed(trainer, row)
+    optimizer = make_optimizer(trainer.model) if row.part == "step" else None
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        loss_of(row, trainer, batches[steps % BATCHES]).backward()
+        if optimizer is not None:
+            optimizer.step()
+        trainer.model.zero_grad()
+        steps += 1
+
+    return prepared(row, step, errors, others)
 
 
 def changed(trainer: Any, row: Row) -> dict[str, float]:

@@ -80,23 +80,30 @@ class Pairs:
     def figures(self) -> dict[str, Any]:
         """Returns the medians and percentiles as keys of a row."""
         floor, method = np.asarray(self.floor), np.asarray(self.method)
-        ratio = method / floor
         clock, power = _median_readings(self.readings)
         return {
             "ms": float(np.median(method)),
             "ms_p20": float(np.percentile(method, 20)),
             "ms_p80": float(np.percentile(method, 80)),
             "floor_ms": float(np.median(floor)),
-            "ratio": float(np.median(ratio)),
-            "ratio_p20": float(np.percentile(ratio, 20)),
-            "ratio_p80": float(np.percentile(ratio, 80)),
-            "pairs": len(ratio),
+            **ratio_figures(method, floor),
             "forward_ms": float(np.median(self.forward)) if len(self.forward) else None,
             "joules": self.energy.joules,
             "joules_note": self.energy.note,
             "sm_mhz": clock,
             "power_w": power,
         }
+
+
+def ratio_figures(times: Sequence[float] | np.ndarray, others: Sequence[float] | np.ndarray) -> dict[str, Any]:
+    """Returns the median and percentiles of times relative to others of the same pair, as keys of a row."""
+    ratio = np.asarray(times) / np.asarray(others)
+    return {
+        "ratio": float(np.median(ratio)),
+        "ratio_p20": float(np.percentile(ratio, 20)),
+        "ratio_p80": float(np.percentile(ratio, 80)),
+        "pairs": len(ratio),
+    }
 
 
 def _median_readings(readings: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
@@ -407,18 +414,32 @@ def host_blocks(
     sensor: Sensor,
     agreed: Callable[[float], float] = same,
 ) -> Blocks:
+    """Returns `blocks_in_turns` of one step."""
+    (blocks,) = blocks_in_turns([step], wait, seconds, sensor, agreed)
+    return blocks
+
+
+def blocks_in_turns(
+    steps: Sequence[Callable[[], Any]],
+    wait: Callable[[], None],
+    seconds: float,
+    sensor: Sensor,
+    agreed: Callable[[float], float] = same,
+) -> list[Blocks]:
     """Times steps with the host's clock in blocks; within one the device does not wait for the host.
 
+    The blocks of several steps alternate: one of each is a pair, and there are MIN_PAIRS.
+
     Args:
-        step: enqueues one step.
+        steps: each enqueues one step.
         wait: blocks until the last one is done.
-        seconds: time for all blocks; 0: time one step, and read no sensor.
+        seconds: time for all blocks of a step; 0: time each step once, and read no sensor.
         sensor: read while the device works on a block that is not timed.
         agreed: from the seconds of a step in this process to those on which all processes that take the steps together
             agree, so that they take as many.
     """
 
-    def block(count: int) -> float:
+    def block(step: Callable[[], Any], count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
             step()
@@ -426,16 +447,21 @@ def host_blocks(
         return 1000 * (time.perf_counter() - start) / count
 
     wait()
-    once = agreed(block(1) / 1000)
+    once = [agreed(block(step, 1) / 1000) for step in steps]
     if not seconds:
-        return Blocks([1000 * once], 1, [])
-    steps = max(1, round(seconds / MAX_BLOCKS / max(once, 1e-9)))
-    blocks = int(np.clip(seconds / max(steps * once, 1e-9), MIN_BLOCKS, MAX_BLOCKS))
-    times = [block(steps) for _ in range(blocks)]
-    readings: list[tuple[float, float]] = []
-    if sensor.why_not is None:  # in a separate block: a reading takes host time
-        for _ in range(steps):
-            step()
-        readings += sensor.read()
-        wait()
-    return Blocks(times, steps, readings)
+        return [Blocks([1000 * one], 1, []) for one in once]
+    least, most = (MIN_BLOCKS, MAX_BLOCKS) if len(steps) == 1 else (MIN_PAIRS, MIN_PAIRS)
+    counts = [max(1, round(seconds / most / max(one, 1e-9))) for one in once]
+    longest = max(count * one for count, one in zip(counts, once, strict=True))
+    times: list[list[float]] = [[] for _ in steps]
+    for number in range(int(np.clip(seconds / max(longest, 1e-9), least, most))):
+        for index in pair_order(len(steps), number):
+            times[index].append(block(steps[index], counts[index]))
+    readings: list[list[tuple[float, float]]] = [[] for _ in steps]
+    if sensor.why_not is None:  # in separate blocks: a reading takes host time
+        for step, count, read in zip(steps, counts, readings, strict=True):
+            for _ in range(count):
+                step()
+            read += sensor.read()
+            wait()
+    return [Blocks(*one) for one in zip(times, counts, readings, strict=True)]

@@ -643,12 +643,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer1-False]",
         "test_a_head_of_linen_has_the_loss_and_gradients_of_its_logits[layer2-True]",
     ),
-    "test_benchmarks_hosts.py": (
-        # Each trainer runs with the loss of the project, and the loss of GRPO and a model of transformers without it.
-        "test_a_row_of_trl[DPO-step-plain]",
-        "test_a_row_of_trl[SFT-step-plain]",
-        "test_a_row_of_trl[GRPO-step-plain]",
-    ),
     "test_core_triton_memory.py": (
         # The other tests of this file have each dtype, function and option.
         "test_drawn_problems_within_budget[25]",

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +30,12 @@ from benchmarks import (
     results,
     tables,
 )
-from benchmarks.hosts_process import answer
-from benchmarks.hosts_rows import CONFIGS, HOSTS, KEY, Request, Row, plan
+from benchmarks.hosts_process import answer, answers
+from benchmarks.hosts_rows import CONFIGS, HOSTS, KEY, Request, Row, in_turns, plan
 from benchmarks.hosts_torch import make_model
 from benchmarks.page_tables import NOT_YET
 from benchmarks.results import RECORDED
+from benchmarks.timing import BATCHES, WARM_UP
 from benchmarks.trace import CALLS, Work
 
 transformers = import_transformers()
@@ -51,11 +52,15 @@ def only_the_rows_are_scanned() -> None:
 def check_row(row: Row, most: float = 1e-3) -> dict[str, Any]:
     """Measures a row, and checks what each has. Its loss may differ by `most` from the library's."""
     found = answer(row, REQUEST)
+    check_figures(row, found, most)
+    return found
+
+
+def check_figures(row: Row, found: dict[str, Any], most: float = 1e-3) -> None:
     assert found["status"] == "ok", found["note"]
     assert found["tokens_per_s"] == pytest.approx(1000 * row.batch * row.seq / found["step_ms"])
     assert found["loss_error"] <= most
     assert found["peak_bytes"] is None
-    return found
 
 
 @pytest.mark.parametrize("variant", ["plain", "ours"])
@@ -158,22 +163,98 @@ class Model(trl_stand_ins.Model):
         return self.lm_head
 
 
-@pytest.mark.parametrize("variant", ["plain", "ours"])
-@pytest.mark.parametrize(("trainer", "part"), HOSTS["trl"].parts)
-def test_a_row_of_trl(monkeypatch: pytest.MonkeyPatch, trainer: str, part: str, variant: str) -> None:
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Stand-ins for trl, and the trainers that the benchmark makes."""
+    made: list[Any] = []
+
     def make(row: Row, folder: str) -> Any:
         import trl  # pyright: ignore[reportMissingImports]
 
         options = {"args": trl.GRPOConfig()} if row.trainer == "GRPO" else {}
-        return getattr(trl, f"{row.trainer}Trainer")(
-            Model(), ref_model=Model() if trainer == "DPO" else None, **options
-        )
+        reference = Model() if row.trainer == "DPO" else None
+        made.append(getattr(trl, f"{row.trainer}Trainer")(Model(), ref_model=reference, **options))
+        return made[-1]
 
     monkeypatch.setattr(hosts_trl, "make_trainer", make)
+    monkeypatch.setattr(hosts_torch, "_forget", lambda: None)  # a scan for garbage takes longer than a row
     with trl_stand_ins.installed(*trl_stand_ins.trl()):
-        row = Row(host="trl", config="smoke", variant=variant, seq=16, batch=4, trainer=trainer, part=part)
-        found = check_row(row)
-    assert (found["gradient_error"] == 0) == (variant == "plain")
+        yield made
+
+
+def pair_of_trl(trainer: str = "GRPO", part: str = "loss") -> list[Row]:
+    row = Row(host="trl", config="smoke", variant="plain", seq=16, batch=4, trainer=trainer, part=part)
+    return [row, replace(row, variant="ours")]
+
+
+@pytest.mark.parametrize(("trainer", "part"), HOSTS["trl"].parts)
+def test_rows_of_trl_are_timed_in_turns(
+    monkeypatch: pytest.MonkeyPatch, trainers: list[Any], trainer: str, part: str
+) -> None:
+    called: list[int] = []
+    loss_of = hosts_trl.loss_of
+
+    def noting(row: Row, trainer: Any, batch: Any) -> torch.Tensor:
+        called.append(trainers.index(trainer))
+        return loss_of(row, trainer, batch)
+
+    monkeypatch.setattr(hosts_trl, "loss_of", noting)
+    rows = pair_of_trl(trainer, part)
+    plain, ours = found = [*answers(rows, REQUEST)]
+    for row, figures in zip(rows, found, strict=True):
+        check_figures(row, figures)
+        assert figures["ratio"] == pytest.approx(plain["step_ms"] / ours["step_ms"])
+        assert figures["pairs"] == 1
+    assert plain["gradient_error"] == 0 < ours["gradient_error"]
+    assert [hasattr(one, "_core_triton") for one in trainers] == [False, True]
+    first = 2 + WARM_UP  # the loss before and after the patch, then steps
+    assert called == [0] * first + [1] * first + [0, 1]
+    printed = hosts.line(asdict(rows[1]) | ours | {"ratio": 1.5, "ratio_p20": 1.4, "ratio_p80": 1.625})
+    assert " tokens/s, ours 1.500 x (1.400 to 1.625), the loss differs by " in printed
+
+
+def test_the_memory_of_a_variant_is_without_that_of_the_other(
+    monkeypatch: pytest.MonkeyPatch, trainers: list[Any]
+) -> None:
+    held = iter([5, 5, 105])  # in all, before the first trainer, and before the second
+    peak, calls = hosts_torch.peak, list[str]()
+    monkeypatch.setattr(hosts_trl, "allocated", lambda: next(held))
+    monkeypatch.setattr(hosts_torch, "peak", lambda step, others: 1000 - others)
+    assert [found["peak_bytes"] for found in answers(pair_of_trl(), REQUEST)] == [1000, 900]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
+    assert peak(lambda: calls.append("step"), 100) == 900
+    assert calls == ["reset"] + ["step"] * BATCHES
+
+
+def test_a_variant_that_fails_leaves_the_other(monkeypatch: pytest.MonkeyPatch, trainers: list[Any]) -> None:
+    check, time_steps = hosts_trl.check_differences, hosts_trl.time_steps
+
+    def differs(variant: str, errors: Any) -> dict[str, float]:
+        return check(variant, [1.0, 0.0] if variant == "ours" else errors)
+
+    monkeypatch.setattr(hosts_trl, "check_differences", differs)
+    rows = pair_of_trl()
+    plain, ours = answers(rows, REQUEST)
+    check_figures(rows[0], plain)
+    wrong = "ValueError: the loss of ours differs by 1.0e+00 from the library's, at most 1.0e-02"
+    assert (ours["status"], ours["note"]) == ("failed", wrong)
+    assert plain["note"] == f"timed alone, because in turns there was an error: {wrong}"
+    assert hosts.line(asdict(rows[0]) | plain).endswith(f"; {plain['note']}")
+    assert "ratio" not in plain
+
+    def fits(rows: list[Any], *options: Any) -> Any:
+        if len(rows) > 1:
+            raise torch.OutOfMemoryError("two trainers")
+        return time_steps(rows, *options)
+
+    monkeypatch.setattr(hosts_trl, "check_differences", check)
+    monkeypatch.setattr(hosts_trl, "time_steps", fits)
+    for row, figures in zip(rows, answers(rows, REQUEST), strict=True):
+        check_figures(row, figures)
+        assert figures["note"].endswith("there was an error: OutOfMemoryError: two trainers")
+        assert "ratio" not in figures
 
 
 @contextmanager
@@ -246,6 +327,8 @@ def test_rows_share_a_process_and_kernels_of_liger_come_last() -> None:
         row for host in HOSTS for process in plan(host, ["smoke"], hosts.VARIANTS, [512, 4096], None) for row in process
     ]
     assert len({tuple(getattr(row, key) for key in hosts.KEY) for row in every}) == len(every)
+    together = [[row.variant for row in rows] for rows in in_turns(every) if len(rows) > 1]
+    assert together == [["plain", "ours"]] * 2 * len(HOSTS["trl"].parts)
 
 
 Process = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
@@ -367,7 +450,7 @@ def test_tables_have_the_rows_and_say_which_bars_they_miss(tmp_path: Path, capsy
         row("trl", "plain", 1000.0, 2.0, **of_grpo),
         row("trl", "ours", 1450.0, 1.5, **of_grpo),
         row("trl", "plain", 1000.0, 2.0, **of_grpo, seq=4096, batch=4),
-        row("trl", "ours", 1300.0, 2.0, **of_grpo, seq=4096, batch=4),
+        row("trl", "ours", 1500.0, 2.0, **of_grpo, seq=4096, batch=4, ratio=1.3, ratio_p20=1.25, ratio_p80=1.35),
         row("tunix", "plain", 1000.0, 2.0, trainer="SFT", part="loss"),
         row("tunix", "ours", 2100.0, 1.5, trainer="SFT", part="loss"),
         row("tunix", "ours", 1.0, 1.0, config="smoke", part="loss"),
@@ -386,6 +469,7 @@ def test_tables_have_the_rows_and_say_which_bars_they_miss(tmp_path: Path, capsy
     cells = "1,000/s, 9.00 GiB | 1,500/s (1.50 x), 4.00 GiB | failed | 3,000/s (3.00 x), 5.00 GiB |"
     assert f"| qwen2.5-0.5b, 16 x 512 | {cells}\n" in out
     assert "| GRPO, loss, qwen2.5-0.5b, 16 x 512 | 1,000/s, 2.00 GiB | 1,450/s (1.45 x), 1.50 GiB |" in out
+    assert "| 1,000/s, 2.00 GiB | 1,500/s (1.30 x, 1.25 to 1.35), 2.00 GiB |" in out  # timed in turns
     assert "smoke" not in out
     bars = " ".join(out[out.index("- ours") :].split())
     assert "no more memory: missed at qwen2.5-0.5b, 16 x 512 (1.25 x the memory); memory not measured at" in bars

@@ -14,6 +14,7 @@ from benchmarks.timing import (
     Pairs,
     Sensor,
     Timing,
+    blocks_in_turns,
     host_blocks,
     host_pairs,
     keep_busy,
@@ -158,3 +159,17 @@ def test_processes_take_as_many_steps_as_they_agree_on() -> None:
     log.clear()
     alone = host_blocks(lambda: log.append("step"), lambda: None, 0.0, Sensor(gpu=False), lambda seconds: 2.0)
     assert (alone.times, alone.steps, len(log)) == ([2000.0], 1, 1)
+
+
+def test_blocks_of_two_steps_alternate() -> None:
+    log: list[str] = []
+    seconds = iter([1.0, 2.0])  # of a step
+    found = blocks_in_turns(noting(log)[:2], lambda: None, 40.0, Sensor(gpu=False), lambda _: next(seconds))
+    assert [(len(blocks.times), blocks.steps) for blocks in found] == [(timing.MIN_PAIRS, 2), (timing.MIN_PAIRS, 1)]
+    pair = ["floor", "floor", "method"]
+    assert log == ["floor", "method"] + (pair + pair[::-1]) * (timing.MIN_PAIRS // 2)
+    log.clear()
+    once = blocks_in_turns(noting(log)[:2], lambda: None, 0.0, Sensor(gpu=False), lambda _: 2.0)
+    assert ([blocks.times for blocks in once], log) == ([[2000.0], [2000.0]], ["floor", "method"])
+    ratio = {"ratio": 3.0, "ratio_p20": 2.4, "ratio_p80": 3.6, "pairs": 3}
+    assert timing.ratio_figures([2.0, 6.0, 4.0], [1.0, 2.0, 1.0]) == pytest.approx(ratio)
