@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -390,6 +391,29 @@ def grpo_losses(
         kl = kl * unbounded if trainer.args.use_bias_correction_kl else kl
         losses = losses + trainer.beta * kl
     return losses, ratio, kl
+
+
+@contextmanager
+def calls_of(adapter: Any) -> Iterator[list[tuple[str, Any]]]:
+    """Which functions of core_triton the head calls with gradients: their names and reductions."""
+    calls: list[tuple[str, Any]] = []
+
+    def recorded(name: str) -> Any:
+        function = getattr(adapter, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if torch.is_grad_enabled():
+                calls.append((name, options.get("reduction")))
+            return function(*arguments, **options)
+
+        return mock.patch.object(adapter, name, call)
+
+    with recorded("linear_log_probs"), recorded("linear_token_loss_with_stats"):
+        yield calls
+
+
+def named(options: dict[str, Any], names: tuple[str, ...]) -> str:
+    return "-".join([*(str(value) for value in options.values()), *(name.split("_")[0] for name in names)])
 
 
 def verl(version: str = "0.9.1") -> list[ModuleType]:
