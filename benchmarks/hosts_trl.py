@@ -39,6 +39,7 @@ from benchmarks.timing import BATCHES
 PROMPT_SHARE = 4  # a sequence is a prompt of a quarter of its tokens, and a completion
 CHECKED = 2, 512  # most sequences and tokens of the batch on which a variant is compared
 WORDS = 8  # of the tokenizer, which no batch uses
+LOGGING_STEPS = 10  # steps after which a trainer logs its metrics, trl's default
 
 
 def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str, Any]:
@@ -87,6 +88,8 @@ def prepare(row: Row, folder: str, others: int) -> Prepared:
             optimizer.step()
         trainer.model.zero_grad()
         steps += 1
+        if steps % LOGGING_STEPS == 0:
+            trainer.log({})
 
     return prepared(row, step, errors, others)
 
@@ -150,6 +153,7 @@ def make_trainer(row: Row, folder: str) -> Any:
             **kwargs,
         )
     trainer.current_gradient_accumulation_steps = 1  # `train` sets it
+    trainer.remove_callback(load("transformers").PrinterCallback)  # prints what is logged
     trainer.model.train()
     if row.part == "loss":
         fix_hidden_states(trainer.model)

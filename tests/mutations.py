@@ -1865,6 +1865,7 @@ BENCHMARKS_HOSTS = (
     Mutation("benchmarks/hosts.py", 'if process.result()["status"] == "failed":', "if False:", OF_ROWS),
     Mutation("benchmarks/hosts_jax.py", 'ours=variant == "ours"', "ours=False", OF_ROWS),
     Mutation("benchmarks/hosts_trl.py", ".patch(trainer)", ".patch", OF_ROWS),
+    Mutation("benchmarks/hosts_trl.py", "            trainer.log({})\n", "            pass\n", OF_ROWS),
     Mutation("benchmarks/hosts_trl.py", "allocated() - before", "0", OF_ROWS),
     Mutation("benchmarks/hosts_rows.py", "in_turns=True", "in_turns=False", OF_ROWS),
     Mutation("benchmarks/hosts_table.py", 'if "ratio" in row and', "if False and", OF_ROWS),

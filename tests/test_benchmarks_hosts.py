@@ -199,6 +199,7 @@ def test_rows_of_trl_are_timed_in_turns(
         return loss_of(row, trainer, batch)
 
     monkeypatch.setattr(hosts_trl, "loss_of", noting)
+    monkeypatch.setattr(hosts_trl, "LOGGING_STEPS", 1)
     rows = pair_of_trl(trainer, part)
     plain, ours = found = [*answers(rows, REQUEST)]
     for row, figures in zip(rows, found, strict=True):
@@ -209,6 +210,8 @@ def test_rows_of_trl_are_timed_in_turns(
     assert [hasattr(one, "_core_triton") for one in trainers] == [False, True]
     first = 2 + WARM_UP  # the loss before and after the patch, then steps
     assert called == [0] * first + [1] * first + [0, 1]
+    if trainer == "GRPO":
+        assert all("entropy" in one.metrics and not one._metrics["train"] for one in trainers)
     printed = hosts.line(asdict(rows[1]) | ours | {"ratio": 1.5, "ratio_p20": 1.4, "ratio_p80": 1.625})
     assert " tokens/s, ours 1.500 x (1.400 to 1.625), the loss differs by " in printed
 

@@ -46,8 +46,7 @@ def step(trainer: Any, inputs: dict[str, Any]) -> Step:
     loss = trainer.compute_loss(trainer.model, inputs)
     (3 * loss).backward()  # as with a scaler of gradients
     gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    if hasattr(trainer, "log"):  # a GRPOTrainer
-        trainer.log({})
+    trainer.log({})
     return Step(loss.detach(), gradients, trainer.metrics)
 
 
@@ -597,8 +596,9 @@ def test_log_probabilities_that_a_trainer_of_grpo_changes(adapter: Any) -> None:
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
 def test_the_loss_of_grpo_waits_for_no_device(adapter: Any, loss_type: str) -> None:
     """Besides trl's choice of the tokens that count, in the model."""
-    trainer = adapter.trl.GRPOTrainer(Model().cuda(), args=Config(loss_type=loss_type, beta=0.1))
+    trainer = adapter.trl.GRPOTrainer(Model(), args=Config(loss_type=loss_type, beta=0.1))
     inputs = {name: one.cuda() for name, one in grpo_inputs(trainer, TOOLS, OLD, REF).items()}
+    trainer.model.cuda()
     expected = step(trainer, inputs)
     for wait, register in (("default", "register_forward_pre_hook"), ("error", "register_forward_hook")):
         getattr(trainer.model, register)(lambda *_, wait=wait: torch.cuda.set_sync_debug_mode(wait))

@@ -173,6 +173,9 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
         def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
             raise NotImplementedError
 
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            self.metrics = logs | self.metrics
+
         def train(self) -> None:
             tokens, ones = torch.arange(8).view(2, 4), torch.ones(2, 4, dtype=torch.long)
             prompts: dict[str, Tensor] = {"prompt_ids": tokens, "completion_ids": tokens, "completion_mask": ones}
