@@ -1921,12 +1921,17 @@ HOSTS_TRL = (
         "_trainers.discard(self)\n",
         OF_TRL,
     ),
-    Mutation("core_triton/hosts/trl_losses.py", "None, 0.01 * self.trainer.beta", "None, 0.0", OF_TRL),
+    Mutation("core_triton/hosts/trl_losses.py", "self.rounding = 0.01 * trainer.beta", "self.rounding = 0.0", OF_TRL),
     Mutation("core_triton/hosts/trl_losses.py", "and trainer.off_policy_mask_threshold is None", "", OF_TRL),
     Mutation("core_triton/hosts/trl_losses.py", "        and not trainer._entropy_bonus_enabled\n", "", OF_TRL),
     Mutation("core_triton/hosts/trl_losses.py", "        and trainer.top_entropy_quantile == 1.0\n", "", OF_TRL),
     Mutation("core_triton/hosts/trl_losses.py", 'trainer.importance_sampling_level == "token"', "True", OF_TRL),
-    Mutation("core_triton/hosts/trl_losses.py", "if self.trainer.loss_type in MEAN_OF_SEQUENCES:", "if False:", OF_TRL),
+    Mutation(
+        "core_triton/hosts/trl_losses.py",
+        "        if trainer.loss_type in MEAN_OF_SEQUENCES:\n",
+        "        if False:\n",
+        OF_TRL,
+    ),
     Mutation("core_triton/hosts/trl_losses.py", "(self.weighted_kl and self.beta)", "self.weighted_kl", OF_TRL),
     Mutation(
         "core_triton/hosts/trl_losses.py",
@@ -1945,7 +1950,7 @@ HOSTS_TRL = (
         "(log_prob if old is None else old)",
         OF_TRL,
     ),
-    Mutation("core_triton/hosts/trl_losses.py", ".masked_fill(count != tokens, torch.nan)", "", OF_TRL),
+    Mutation("core_triton/hosts/trl_losses.py", ".masked_fill(self.count != tokens, torch.nan)", "", OF_TRL),
     Mutation(
         "core_triton/hosts/trl_losses.py", "            if count.item() != tokens:\n", "            if False:\n", OF_TRL
     ),

@@ -126,7 +126,8 @@ class GrpoLoss:
     def __init__(self, trainer: Any, inputs: dict[str, Any], metrics: Metrics, *, checked: bool) -> None:
         self.trainer, self.inputs, self.metrics, self.checked = trainer, inputs, metrics, checked
         self.completion_mask: Tensor = inputs["completion_mask"]  # of the rows that the head gets
-        self.mask = self.completion_mask * inputs["tool_mask"] if "tool_mask" in inputs else self.completion_mask
+        with_mask = "tool_mask" in inputs
+        self.mask = self.completion_mask * inputs["tool_mask"] if with_mask else self.completion_mask
         advantages = inputs["advantages"]
         self.advantages: Tensor = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         self.factors = self.advantages  # of the ratios in the loss
@@ -143,8 +144,20 @@ class GrpoLoss:
             delta=args.delta,
             temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),
             weighted_kl=args.use_bias_correction_kl,
-            given=(self.old is not None, self.ref is not None, "tool_mask" in inputs),
+            given=(self.old is not None, self.ref is not None, with_mask),
         )
+        # What `objective` needs, before the model is called: when its head is, the device waits for the host.
+        self.count = self.completion_mask.count_nonzero()
+        given = [self.factors, *(one for one in (self.old, self.ref) if one is not None)]
+        given += [self.mask] if with_mask else []
+        # The derivative of the KL divergence is beta * (1 - ratio), which is rounding if all ratios are about 1.
+        self.rounding = 0.01 * trainer.beta
+        if trainer.loss_type in MEAN_OF_SEQUENCES:
+            of_sequences = 1.0 / self.mask.sum(-1, keepdim=True).clamp(min=1.0)
+            self.rounding = self.rounding * of_sequences.amax()
+            given.append(of_sequences)
+        shape = self.completion_mask.shape
+        self.arrays = torch.stack([one.float().expand(shape).flatten() for one in given])
 
     def objective(self, tokens: int) -> Objective:
         """Returns the objective of the head, without waiting for the device.
@@ -162,22 +175,12 @@ class GrpoLoss:
                 f"the head of {type(self.trainer).__name__} got {tokens} tokens, but completion_mask has shape "
                 f"{tuple(shape)}"
             )
+        self.metrics.expect(tokens, self.count)
         places = torch.nonzero_static(self.completion_mask.flatten(), size=tokens).squeeze(1)
-
-        def rows(array: Tensor) -> Tensor:
-            return array.float().expand(shape).flatten()[places]
-
-        count = self.completion_mask.count_nonzero()
-        self.metrics.expect(tokens, count)
-        per_token = [rows(self.factors).masked_fill(count != tokens, torch.nan)]
-        per_token += [rows(one) for one in (self.old, self.ref) if one is not None]
-        per_token += [rows(self.mask)] if "tool_mask" in self.inputs else []
-        # The derivative of the KL divergence is beta * (1 - ratio), which is rounding if all ratios are about 1.
-        weight, rounding = None, 0.01 * self.trainer.beta
-        if self.trainer.loss_type in MEAN_OF_SEQUENCES:
-            of_sequences = 1.0 / self.mask.sum(-1, keepdim=True).clamp(min=1.0)
-            weight, rounding = rows(of_sequences), rounding * of_sequences.amax()
-        return Objective(self.policy.named() or self.policy, tuple(per_token), weight, self.checked, rounding)
+        factors, *others = self.arrays[:, places].unbind()
+        weight = others.pop() if self.trainer.loss_type in MEAN_OF_SEQUENCES else None
+        per_token = (factors.masked_fill(self.count != tokens, torch.nan), *others)
+        return Objective(self.policy.named() or self.policy, per_token, weight, self.checked, self.rounding)
 
     def compute(self, model: Any) -> Tensor:
         """Returns the loss () of a model, which calls the head once, and adds the metrics."""
