@@ -27,6 +27,7 @@ from linear_ce.spec import (
     check_arrays,
     check_batch_invariant,
     check_choice,
+    check_flag,
     check_memory_budget,
     check_normalizer,
     check_saved_budget,
@@ -283,6 +284,7 @@ def prepare(
 def of_vocab_group(groups: Groups) -> tuple[str, int, int, str]:
     """Returns the name of the group whose ranks have shards of the head ("" where the head is whole), this rank, the
     number of ranks, and the name of reduce_dtype."""
+    check_flag("check_agreement", groups.check_agreement)
     reduce_dtype = REDUCE_DTYPES.get(groups.reduce_dtype)
     if reduce_dtype is None:
         raise ValueError(f"reduce_dtype must be torch.float32 or torch.bfloat16, got {groups.reduce_dtype!r}")

@@ -88,6 +88,7 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if gather not in (None, "tokens", "head"):
         raise ValueError(f'gather must be "tokens", "head" or None, got {gather!r}')
     check_flag("sequence_parallel", sequence_parallel)
+    check_flag("check_agreement", given.get("check_agreement", False))
     if given.get("grad_into") is not None:
         raise ValueError("grad_into must be None with DTensors, gather or sequence_parallel")
     for name, value in given.items():

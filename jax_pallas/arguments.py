@@ -137,6 +137,7 @@ def prepare(
             named[name] = _undifferentiated(name, named[name])
     head = whole_head(devices, named["linear_weight"], vocab_axis)
     launch.check_sizes(named["input"].shape, head.shape)
+    by_name = implementation is not None
     if implementation is not None:
         _check_implementation(implementation, named["input"], head, vocab_axis)
     elif launch.symbolic_limits(named["input"].shape) is not None:
@@ -146,7 +147,7 @@ def prepare(
         label_smoothing=spec.label_smoothing,
         saved_budget=saved_budget,
         implementation=implementation,
-        reason=launch.symbolic_limits(named["input"].shape),
+        reason="asked for by name" if by_name else launch.symbolic_limits(named["input"].shape),
     )
     saved_as = None
     if saved_budget:  # a trace has the shapes of what is saved, so it must know which implementation saves it
@@ -187,14 +188,24 @@ def prepare(
     return Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape), named["grad_into"])
 
 
-def check_are_arrays(named: dict[str, Any]) -> None:
-    """Raises TypeError if one of ARRAYS is not an array."""
+# Attributes of layers whose parameter may be a head, and how a call takes it.
+LAYERS = {
+    "kernel": "pass jnp.asarray(linear_weight.kernel) with vocab_axis=1, and a bias as linear_bias",
+    "embedding": "pass jnp.asarray(linear_weight.embedding)",
+}
+
+
+def check_are_arrays(named: dict[str, Any], *kinds: type) -> None:
+    """Raises TypeError if one of ARRAYS is not an array, or of another of `kinds`."""
     for name, array in named.items():
         optional = name not in ("input", "linear_weight", "target")
-        if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
-            wrapped = f": pass jnp.asarray({name})" if hasattr(array, "__jax_array__") else ""  # an nnx.Param
+        if not (isinstance(array, (Array, np.ndarray, *kinds)) or (array is None and optional)):
+            remedies = [f"pass jnp.asarray({name})"] if hasattr(array, "__jax_array__") else []  # an nnx.Param
+            if name == "linear_weight":
+                remedies += [remedy for attribute, remedy in LAYERS.items() if hasattr(array, attribute)]
             raise TypeError(
-                f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}{wrapped}"
+                f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}"
+                + "".join(f": {remedy}" for remedy in remedies[:1])
             )
 
 

@@ -127,7 +127,7 @@ def devices_of(
     for name in token_axes:
         check_axis("token_axis_names", name)
     try:
-        dtype = jnp.dtype(reduce_dtype).name
+        dtype = None if reduce_dtype is None else jnp.dtype(reduce_dtype).name  # the dtype of None is float64
     except TypeError:  # no name of a dtype, or no dtype
         dtype = reduce_dtype
     dtype = check_choice("reduce_dtype", dtype, REDUCE_DTYPES)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_pallas import launch, ops, saved_ops
-from jax_pallas.arguments import Implementation, choose
+from jax_pallas.arguments import Implementation, check_are_arrays, choose
 from jax_pallas.devices import ONE_DEVICE, axis_names, shards_of
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
@@ -62,12 +62,10 @@ def explained(
 ) -> Explanation:
     """Returns the implementation and the plan of a call: the arguments are those of `linear_ce.explain`."""
     reduction = spec.reduction
-    for name, array in (("input", input), ("linear_weight", linear_weight), ("grad_into", grad_into)):
-        optional = name == "grad_into"
-        if not hasattr(array, "dtype") and not (array is None and optional):
-            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
+    arrays = {"input": input, "linear_weight": linear_weight, "grad_into": grad_into}
+    check_are_arrays(arrays, jax.ShapeDtypeStruct)
     rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target
-    named = {"input": input, "linear_weight": linear_weight, "target": rows, "grad_into": grad_into}
+    named = {**arrays, "target": rows}
     infos: dict[str, Any] = {
         name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None
     }

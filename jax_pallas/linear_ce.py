@@ -40,7 +40,7 @@ from jax_pallas.explanation import Explanation, explained
 from jax_pallas.options import TokenOptions
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_integer, check_integer_dtype
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_ignore_index, check_integer, check_integer_dtype
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -630,7 +630,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         raise TypeError("target must be a concrete array, got a tracer: call check_targets outside jit, grad and vmap")
     check_are_arrays({"target": target})
     check_integer_dtype("target", str(target.dtype))
-    vocab_size, ignore_index = check_integer("vocab_size", vocab_size), check_integer("ignore_index", ignore_index)
+    vocab_size, ignore_index = check_integer("vocab_size", vocab_size), check_ignore_index(ignore_index)
     values = np.asarray(target)
     bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = np.argwhere(bad)

@@ -286,7 +286,10 @@ def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
     x, w = key.input, key.linear_weight
     (hidden, vocab), mosaic = (x.shape[1], w.shape[key.vocab_axis]), key.implementation == "mosaic"
     if not plan.has_kernels:
-        return "needs the kernels, got implementation 'chunked'"
+        capability = divmod(key.device.capability, 10) if key.device.capability else None
+        name, reason = launch.choose(key.device.type, capability, x.dtype, hidden, vocab, key.vocab_axis)
+        why = f" ({reason})" if name == "chunked" else ""  # kernels of the device may take no shard of the head
+        return f"needs the kernels, got implementation 'chunked'{why}"
     if key.stage == "gradients":
         return "has no gradients of entropy and lse: their matmuls are XLA's. Differentiate log_prob only"
     if key.stage in ("row_gradients", "entropy_loss_and_gradients") and key.entropy:

@@ -52,6 +52,15 @@ def check_integer(name: str, value: Any) -> int:
     return int(value)
 
 
+def check_ignore_index(value: Any) -> int:
+    """Returns an ignore_index as a Python int; raises TypeError otherwise. None would say that no token is ignored."""
+    if value is None:
+        raise TypeError(
+            "ignore_index must be a Python int, got NoneType: to ignore no token, pass an int that is no target"
+        )
+    return check_integer("ignore_index", value)
+
+
 def check_normalizer(value: float) -> float:
     """Returns a normalizer that is a number of the host; raises ValueError if it is negative or not finite."""
     if not 0 <= value < math.inf:
@@ -103,7 +112,7 @@ class LossSpec:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
         head_precision = "input" if self.head_precision is None else self.head_precision
         head_precision = check_choice("head_precision", head_precision, HEAD_PRECISIONS)
-        ignore_index = check_integer("ignore_index", self.ignore_index)
+        ignore_index = check_ignore_index(self.ignore_index)
         if not -(2**63) <= ignore_index < 2**63:
             raise ValueError(f"ignore_index must fit int64, got {ignore_index}")
         # Plain Python values, so that equal calls hash and compare equal for all number types.

@@ -81,6 +81,12 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "vocab_size zero": ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1 or None, got 0"),
     "vocab_size float": ({"vocab_size": 50.0}, TypeError, "vocab_size must be a Python int, got float"),
     "ignore_index float": ({"ignore_index": 0.5}, TypeError, "ignore_index must be a Python int, got float"),
+    "ignore_index none": (
+        {"ignore_index": None},
+        TypeError,
+        "ignore_index must be a Python int, got NoneType: to ignore no token, pass an int that is no target$",
+    ),
+    "check_agreement": ({"check_agreement": "yes"}, TypeError, "check_agreement must be a bool, got str$"),
     "memory_budget zero": ({"memory_budget": 0}, ValueError, r"memory_budget must be positive \(bytes\), got 0"),
     "memory_budget float": ({"memory_budget": 1e9}, TypeError, "memory_budget must be a Python int, got float"),
     "memory_budget list": ({"memory_budget": [1]}, TypeError, "memory_budget must be a Python int, got list"),
@@ -488,6 +494,9 @@ def test_module_refuses_sizes(sizes: tuple[Any, Any], kind: type[Exception], mes
 def test_sequence_parallel_is_a_bool() -> None:
     arguments: dict[str, Any] = problem() | {"sequence_parallel": 2}
     with pytest.raises(TypeError, match="sequence_parallel must be a bool, got int"):
+        core_triton.linear_cross_entropy(**arguments)
+    arguments |= {"sequence_parallel": True, "check_agreement": "yes"}
+    with pytest.raises(TypeError, match="check_agreement must be a bool, got str"):
         core_triton.linear_cross_entropy(**arguments)
 
 

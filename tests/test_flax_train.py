@@ -191,6 +191,12 @@ def test_a_wrong_option_is_named(place, capsys):
         (["--seed", "-1"], "--seed must be in [0, 4,294,967,296), got -1"),
         (["--seed", HUGE], f"--seed must be in [0, 4,294,967,296), got {HUGE}"),
         (["--num-layers", "0"], "--num-layers must be at least 1, got 0"),
+        (["--max-seq-len", "1"], "--max-seq-len must be at least 2, got 1: attention over one token has no gradient"),
+        (["--max-seq-len", "0"], "--max-seq-len must be at least 1, got 0"),
+        (
+            ["--lora-rank", "2", "--freeze", "embed", "norms"],
+            "--freeze cannot be used with --lora-rank, whose adapters freeze all other parameters, got embed norms",
+        ),
         (["--num-layers", "1000000000"], "--num-layers must be at most 10,000, got 1000000000"),
         (["--batch-tokens", "0"], "--batch-tokens must be at least 1, got 0"),
         (["--process-count", "2", "--process-id", "0", "--name=a/b"], "--process-count requires --mesh, got only 2"),

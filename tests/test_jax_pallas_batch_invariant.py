@@ -234,16 +234,21 @@ def test_what_cannot_hold_is_refused(options: dict[str, Any], error: type[Except
 def test_a_call_without_kernels_is_refused() -> None:
     x, w, y = jnp.zeros((6, 16), jnp.bfloat16), jnp.zeros((100, 16), jnp.bfloat16), jnp.arange(6)
     options: dict[str, Any] = {"batch_invariant": True}
+    message = r"batch_invariant=True needs the kernels, got implementation 'chunked' \(no kernel for cpu devices\)"
     for call in (
         lambda: linear_cross_entropy(x, w, y, **options),
+        lambda: jax.grad(lambda x: linear_cross_entropy(x, w, y, **options))(x),
+        lambda: jax.jit(partial(linear_cross_entropy, **options))(x, w, y),
         lambda: linear_cross_entropy_with_stats(x, w, y, **options),
         lambda: linear_log_probs(x, w, y, **options),
         lambda: linear_token_loss(x, w, y, lambda log_prob: -log_prob, **options),
         lambda: jax_pallas.linear_token_loss_with_stats(x, w, y, lambda log_prob: -log_prob, **options),
-        lambda: linear_cross_entropy(x, w, y, implementation="chunked", **options),
+        lambda: explain(x, w, **options),
     ):
-        with pytest.raises(ValueError, match="batch_invariant=True needs the kernels, got implementation 'chunked'"):
+        with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(ValueError, match=message.replace("no kernel for cpu devices", "asked for by name")):
+        linear_cross_entropy(x, w, y, implementation="chunked", **options)
 
 
 def test_a_gradient_of_the_entropy_is_refused() -> None:

@@ -78,6 +78,16 @@ BAD_OPTIONS: Bad = {
     "vocab_size zero": ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1 or None, got 0"),
     "vocab_size float": ({"vocab_size": 50.0}, TypeError, "vocab_size must be a Python int, got float"),
     "ignore_index float": ({"ignore_index": 0.5}, TypeError, "ignore_index must be a Python int, got float"),
+    "ignore_index none": (
+        {"ignore_index": None},
+        TypeError,
+        "ignore_index must be a Python int, got NoneType: to ignore no token, pass an int that is no target$",
+    ),
+    "reduce_dtype none": (
+        {"reduce_dtype": None},
+        ValueError,
+        "reduce_dtype must be one of 'float32', 'bfloat16', got None$",
+    ),
     "memory_budget zero": ({"memory_budget": 0}, ValueError, r"memory_budget must be positive \(bytes\), got 0"),
     "memory_budget float": ({"memory_budget": 1e9}, TypeError, "memory_budget must be a Python int, got float"),
     "memory_budget small": (
@@ -246,7 +256,30 @@ def test_a_parameter_of_flax_in_place_of_its_array_is_named() -> None:
     loss, param = linear_cross_entropy(**arrays), nnx.Param(arrays["linear_weight"])
     with pytest.raises(TypeError, match=r"got Param: pass jnp.asarray\(linear_weight\)$"):
         linear_cross_entropy(**{**arrays, "linear_weight": param})
+    with pytest.raises(TypeError, match=r"got Param: pass jnp.asarray\(linear_weight\)$"):
+        explain(arrays["input"], param)  # pyright: ignore[reportArgumentType]
     assert linear_cross_entropy(**{**arrays, "linear_weight": jnp.asarray(param)}) == loss
+
+
+def test_a_layer_of_flax_in_place_of_its_array_is_named() -> None:
+    """The message says how a call takes the parameter of the layer."""
+    arrays = problem()
+    x, target, rngs = arrays["input"], arrays["target"], nnx.Rngs(0)
+    hidden, classes = x.shape[-1], arrays["linear_weight"].shape[0]
+    linear: Any = nnx.Linear(hidden, classes, rngs=rngs)
+    embed: Any = nnx.Embed(classes, hidden, rngs=rngs)
+    for layer, message in (
+        (linear, r"Linear: pass jnp.asarray\(linear_weight.kernel\) with vocab_axis=1, and a bias as linear_bias"),
+        (embed, r"Embed: pass jnp.asarray\(linear_weight.embedding\)"),
+    ):
+        with pytest.raises(TypeError, match=f"linear_weight must be an array, got {message}$"):
+            linear_cross_entropy(x, layer, target)
+        with pytest.raises(TypeError, match=f"linear_weight must be an array, got {message}$"):
+            explain(x, layer)
+    with pytest.raises(TypeError, match=r"input must be an array, got Linear$"):
+        linear_cross_entropy(linear, arrays["linear_weight"], target)
+    assert linear_cross_entropy(x, jnp.asarray(linear.kernel), target, vocab_axis=1).shape == ()
+    assert linear_cross_entropy(x, jnp.asarray(embed.embedding), target).shape == ()
 
 
 @pytest.mark.parametrize("name", ["input", "linear_weight"])

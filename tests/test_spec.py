@@ -32,7 +32,11 @@ BAD_OPTIONS = [
     ),
     ({"head_precision": "high"}, ValueError, "head_precision must be one of 'input', 'float32', got 'high'"),
     ({"ignore_index": 2**63}, ValueError, "ignore_index must fit int64, got 9223372036854775808"),
-    ({"ignore_index": None}, TypeError, "ignore_index must be a Python int, got NoneType"),
+    (
+        {"ignore_index": None},
+        TypeError,
+        "ignore_index must be a Python int, got NoneType: to ignore no token, pass an int that is no target",
+    ),
     ({"ignore_index": False}, TypeError, "ignore_index must be a Python int, got bool"),
 ]
 

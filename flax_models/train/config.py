@@ -212,6 +212,16 @@ class RunConfig:
             raise ValueError(f"--sample-tokens must be in [0, {MOST_SAMPLE_TOKENS:,}], got {self.sample_tokens}")
         if self.model.num_layers < 1:
             raise ValueError(f"--num-layers must be at least 1, got {self.model.num_layers}")
+        if self.model.max_seq_len < 2:
+            raise ValueError(
+                f"--max-seq-len must be at least 2, got {self.model.max_seq_len}: attention over one token has no "
+                "gradient"
+            )
+        if self.lora.lora_rank and self.train.freeze:
+            raise ValueError(
+                "--freeze cannot be used with --lora-rank, whose adapters freeze all other parameters, "
+                f"got {' '.join(self.train.freeze)}"
+            )
 
 
 def check_seed(seed: int) -> None:
