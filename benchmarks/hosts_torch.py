@@ -122,7 +122,7 @@ def time_steps(rows: Sequence[Prepared], seconds: float, kernels: bool) -> list[
     wait = torch.cuda.synchronize if on_gpu else _no_wait
     timed = blocks_in_turns([each.step for each in rows], wait, seconds, Sensor(gpu=on_gpu))
     # Of the speeds: the times of the first relative to those of the second
-    ratio = ratio_figures(*(blocks.times for blocks in timed)) if len(rows) > 1 else {}
+    ratio = ratio_figures(*(blocks.times for blocks in timed)) if len(rows) == 2 else {}
     found = []
     for (row, _, known), blocks in zip(rows, timed, strict=True):
         figures = blocks.figures()

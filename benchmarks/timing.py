@@ -428,7 +428,8 @@ def blocks_in_turns(
 ) -> list[Blocks]:
     """Times steps with the host's clock in blocks; within one the device does not wait for the host.
 
-    The blocks of several steps alternate: one of each is a pair, and there are MIN_PAIRS.
+    The blocks of several steps alternate: one of each is a pair, and there are MIN_PAIRS. One step has MIN_BLOCKS to
+    MAX_BLOCKS.
 
     Args:
         steps: each enqueues one step.

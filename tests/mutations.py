@@ -1910,7 +1910,14 @@ HOSTS_TRL = (
     Mutation("core_triton/hosts/trl.py", "if patched.of_all]", "]", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "rest.amax() > TOLERANCE", "rest.amax() < TOLERANCE", OF_TRL),
     Mutation("core_triton/hosts/trl.py", "return factor.float(), None", "return gradient.sum(), None", OF_TRL),
-    Mutation("core_triton/hosts/trl.py", "checked = not _is_of_trl(", "checked = False and _is_of_trl(", OF_TRL),
+    Mutation(
+        "core_triton/hosts/trl.py",
+        "checked = not self.metrics.waiting or not",
+        "checked = not self.metrics.waiting and not",
+        OF_TRL,
+    ),
+    Mutation("core_triton/hosts/trl.py", "checked = not self.metrics.waiting or ", "checked = ", OF_TRL),
+    Mutation("core_triton/hosts/trl.py", "if _patch_of(self.trainer) is not self or not", "if not", OF_TRL),
     Mutation(
         "core_triton/hosts/trl.py", "                self.trainer.log = self.logs\n", "                pass\n", OF_TRL
     ),
@@ -1950,9 +1957,8 @@ HOSTS_TRL = (
         "(log_prob if old is None else old)",
         OF_TRL,
     ),
-    Mutation("core_triton/hosts/trl_losses.py", ".masked_fill(self.count != tokens, torch.nan)", "", OF_TRL),
     Mutation(
-        "core_triton/hosts/trl_losses.py", "            if count.item() != tokens:\n", "            if False:\n", OF_TRL
+        "core_triton/hosts/trl_losses.py", "        if tokens != int(self.count):\n", "        if False:\n", OF_TRL
     ),
     Mutation("core_triton/hosts/trl_losses.py", "if len(self.waiting) == MOST_WAITING:", "if False:", OF_TRL),
     Mutation("core_triton/hosts/trl_losses.py", "* steps / trainer.args.steps_per_generation", "* steps", OF_TRL),

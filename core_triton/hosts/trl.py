@@ -9,9 +9,10 @@ of a patched trainer is called, `_Installed.head` is called in its place.
 The trainer computes its loss from the log-probabilities. Three matmuls are enough where the direction of the gradient
 of this loss by the log-probabilities is a function of each log-probability and of numbers that are known before the
 call (`trl_losses.Objective`): in SFT, and in GRPO for most options. `linear_token_loss_with_stats` then computes the
-gradients together with the log-probabilities, and the backward pass scales them by a number. If trl or a subclass
-computed the loss or the log-probabilities, it raises an error if their gradient has another direction. In GRPO with
-these options, `trl_losses.GrpoLoss` computes the loss and the metrics in place of trl.
+gradients together with the log-probabilities, and the backward pass scales them by a number. In GRPO with these
+options, `trl_losses.GrpoLoss` computes the loss and the metrics in place of trl. The backward pass raises an error if
+the gradient by the log-probabilities has another direction. In GRPO it compares them in the first step after each log,
+and in each step of a subclass that computes log-probabilities in another way.
 """
 
 from collections.abc import Callable
@@ -62,8 +63,9 @@ def patch(trainer_or_class: Any = None, **options: Any) -> Patch:
         trainer_or_class: a trainer, before its `train()`; a class of trainers, for those that are made afterwards; or
             None, for the classes SFTTrainer, GRPOTrainer, DPOTrainer, KTOTrainer and RLOOTrainer, but those that are
             patched already. Subclasses of these are supported. If they compute the loss in another way, it takes four
-            matmuls. Entropies have a gradient in calls of GRPO and RLOO that take four matmuls. In others, a gradient
-            of them is an error in the backward pass.
+            matmuls. A GRPOTrainer also gets another `_compute_loss` and another `log`, which adds the metrics of the
+            loss to `_metrics`. Entropies have a gradient in calls of GRPO and RLOO that take four matmuls. In others, a
+            gradient of them is an error in the backward pass.
         options: implementation, memory_budget, head_precision and batch_invariant of `linear_log_probs`, and for
             GRPOTrainer and RLOOTrainer its saved_budget, which holds for losses that take four matmuls without it.
 
@@ -240,9 +242,10 @@ class _Installed:
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """`GRPOTrainer._compute_loss`, which calls the model once with gradients."""
-        if not is_of_tokens(self.trainer):
+        if _patch_of(self.trainer) is not self or not is_of_tokens(self.trainer):
             return type(self.trainer)._compute_loss(self.trainer, model, inputs)
-        checked = not _is_of_trl(self.trainer, "_get_per_token_logps_and_entropies")
+        # A hook of the model may change log-probabilities too, so the first step after each log is checked.
+        checked = not self.metrics.waiting or not _is_of_trl(self.trainer, "_get_per_token_logps_and_entropies")
         loss = GrpoLoss(self.trainer, inputs, self.metrics, checked=checked)
         self.objective = loss.objective
         try:

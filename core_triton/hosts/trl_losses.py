@@ -2,7 +2,7 @@
 
 In SFT trl computes the loss. In GRPO the loss and the metrics of `_compute_loss` are computed here, because trl reads
 each metric on the host at once, and so waits for the device a dozen times in a step. Here they stay on the device until
-the trainer logs them.
+the trainer logs.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,7 +83,6 @@ class Metrics:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.waiting: list[tuple[str, list[str], Tensor]] = []
-        self.counts: list[tuple[int, Tensor]] = []
 
     def add(self, mode: str, values: Mapping[str, Tensor]) -> None:
         """Adds the numbers () of a step in "train" or "eval"."""
@@ -91,26 +90,15 @@ class Metrics:
             self.read()
         self.waiting.append((mode, list(values), torch.stack(list(values.values()))))
 
-    def expect(self, tokens: int, count: Tensor) -> None:
-        """Makes `read` raise an error if count () is not tokens."""
-        self.counts.append((tokens, count))
-
     def read(self) -> None:
-        """Moves all numbers to `_metrics` of the trainer. Waits for the device.
-
-        Raises:
-            RuntimeError: the head got other tokens than the loss.
-        """
+        """Moves all numbers to `_metrics` of the trainer. Waits for the device."""
         waiting, self.waiting = self.waiting, []
-        for mode, names, values in waiting:
-            for name, value in zip(names, values.tolist(), strict=True):
-                self.trainer._metrics[mode][name].append(value)
-        counts, self.counts = self.counts, []
-        for tokens, count in counts:
-            if count.item() != tokens:
-                raise RuntimeError(
-                    f"the head of {type(self.trainer).__name__} got {tokens} tokens, but its loss has {count.item()}"
-                )
+        if not waiting:
+            return
+        numbers = iter(torch.cat([values for _, _, values in waiting]).tolist())
+        for mode, names, _ in waiting:
+            for name in names:
+                self.trainer._metrics[mode][name].append(next(numbers))
 
 
 class GrpoLoss:
@@ -147,40 +135,45 @@ class GrpoLoss:
             given=(self.old is not None, self.ref is not None, with_mask),
         )
         # What `objective` needs, before the model is called: when its head is, the device waits for the host.
-        self.count = self.completion_mask.count_nonzero()
-        given = [self.factors, *(one for one in (self.old, self.ref) if one is not None)]
-        given += [self.mask] if with_mask else []
+        arrays = [self.factors, *(one for one in (self.old, self.ref) if one is not None)]
+        arrays += [self.mask] if with_mask else []
         # The derivative of the KL divergence is beta * (1 - ratio), which is rounding if all ratios are about 1.
         self.rounding = 0.01 * trainer.beta
         if trainer.loss_type in MEAN_OF_SEQUENCES:
             of_sequences = 1.0 / self.mask.sum(-1, keepdim=True).clamp(min=1.0)
             self.rounding = self.rounding * of_sequences.amax()
-            given.append(of_sequences)
+            arrays.append(of_sequences)
         shape = self.completion_mask.shape
-        self.arrays = torch.stack([one.float().expand(shape).flatten() for one in given])
+        self.arrays = torch.stack([one.float().expand(shape).flatten() for one in arrays])
+        on_gpu = self.completion_mask.is_cuda
+        self.count = self.completion_mask.count_nonzero().to("cpu", non_blocking=on_gpu)
+        self.counted = torch.cuda.Event() if on_gpu else None
+        if self.counted is not None:
+            self.counted.record()
 
     def objective(self, tokens: int) -> Objective:
-        """Returns the objective of the head, without waiting for the device.
+        """Returns the objective of the head.
+
+        On a GPU, it waits until the tokens of the loss are counted. trl waits longer before it calls the head, because
+        it picks these tokens.
 
         Args:
-            tokens: the number of tokens of the head. The host knows it. If the loss has another number, the arrays are
-                those of other tokens, so the gradients are NaN, and the metrics raise an error when they are read.
+            tokens: the number of tokens of the head.
 
         Raises:
-            RuntimeError: the head gets more tokens than the completions have.
+            RuntimeError: the loss has another number of tokens.
         """
-        shape = self.completion_mask.shape
-        if tokens > shape.numel():
+        if self.counted is not None:
+            self.counted.synchronize()
+        if tokens != int(self.count):
             raise RuntimeError(
-                f"the head of {type(self.trainer).__name__} got {tokens} tokens, but completion_mask has shape "
-                f"{tuple(shape)}"
+                f"the head of {type(self.trainer).__name__} got {tokens} tokens, but its loss has {int(self.count)}"
             )
-        self.metrics.expect(tokens, self.count)
         places = torch.nonzero_static(self.completion_mask.flatten(), size=tokens).squeeze(1)
-        factors, *others = self.arrays[:, places].unbind()
-        weight = others.pop() if self.trainer.loss_type in MEAN_OF_SEQUENCES else None
-        per_token = (factors.masked_fill(self.count != tokens, torch.nan), *others)
-        return Objective(self.policy.named() or self.policy, per_token, weight, self.checked, self.rounding)
+        per_token = list(self.arrays[:, places].unbind())
+        weight = per_token.pop() if self.trainer.loss_type in MEAN_OF_SEQUENCES else None
+        token_loss = self.policy.named() or self.policy
+        return Objective(token_loss, tuple(per_token), weight, self.checked, self.rounding)
 
     def compute(self, model: Any) -> Tensor:
         """Returns the loss () of a model, which calls the head once, and adds the metrics."""
@@ -271,7 +264,7 @@ class PolicyLoss(NamedTuple):
     def named(self) -> token_losses.Named | None:
         """Returns a loss of `token_losses`, which is one kernel, with the same derivative, if there is one."""
         with_old, _, with_mask = self.given
-        plain = not with_mask and not (self.weighted_kl and self.beta)
+        plain = not with_mask and not (self.weighted_kl and self.beta) and min(self.epsilon_low, self.epsilon_high) >= 0
         if plain and self.loss_type in CLIPPED and self.delta is None:
             if with_old:
                 return token_losses.grpo(self.epsilon_low, self.epsilon_high, self.beta)
