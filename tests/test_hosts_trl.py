@@ -612,27 +612,35 @@ def test_log_probabilities_that_a_trainer_of_grpo_changes(adapter: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("options", [{"loss_type": "grpo"}, {"loss_type": "dapo", "delta": 1.5}, {"loss_type": "sapo"}])
 def test_the_loss_of_grpo_waits_for_no_device(adapter: Any, options: dict[str, Any]) -> None:
-    """Besides trl's choice of the tokens that count, in the model."""
+    """The gradients of trl's choice of the tokens that count wait too, so the backward pass is not part of this."""
     trainer = adapter.trl.GRPOTrainer(Model(), args=Config(beta=0.1, **options))
     inputs = {name: one.cuda() for name, one in grpo_inputs(trainer, TOOLS, OLD, REF).items()}
     trainer.model.cuda()
     expected = step(trainer, inputs)
-    for wait, register in (("default", "register_forward_pre_hook"), ("error", "register_forward_hook")):
-        getattr(trainer.model, register)(lambda *_, wait=wait: torch.cuda.set_sync_debug_mode(wait))
-    adapter.patch(trainer)
-    trainer.compute_loss(trainer.model, inputs).backward()  # compiles the kernels, and is checked
-    torch.cuda.synchronize()
-    trainer.model.zero_grad()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        (3 * trainer.compute_loss(trainer.model, inputs)).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    trainer.log({})  # the mean of two equal steps
+    with adapter.patch(trainer):
+        trainer.compute_loss(trainer.model, inputs)  # compiles the kernels
+        trainer.model.zero_grad()
+        hooks = [
+            register(lambda *_, mode=mode: torch.cuda.set_sync_debug_mode(mode))
+            for register, mode in (
+                (trainer.model.register_forward_pre_hook, "default"),  # trl chooses the tokens in the model
+                (trainer.model.register_forward_hook, "error"),
+            )
+        ]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = trainer.compute_loss(trainer.model, inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            for hook in hooks:
+                hook.remove()
+        (3 * loss).backward()
+        trainer.log({})  # the mean of two equal steps
+    torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(trainer.metrics, expected.metrics, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(
-        trainer.model.lm_head.weight.grad, expected.gradients["lm_head.weight"], rtol=1e-2, atol=1e-4
-    )
+    gradient = trainer.model.lm_head.weight.grad
+    torch.testing.assert_close(gradient, expected.gradients["lm_head.weight"], rtol=1e-2, atol=1e-4)
 
 
 def test_another_version_of_trl_is_refused(adapter: Any) -> None:
