@@ -134,7 +134,7 @@ class GrpoLoss:
             weighted_kl=args.use_bias_correction_kl,
             given=(self.old is not None, self.ref is not None, with_mask),
         )
-        # What `objective` needs, before the model is called: when its head is, the device waits for the host.
+        # What `objective` needs. While the model calls its head, the device waits for the host, so it is made before.
         arrays = [self.factors, *(one for one in (self.old, self.ref) if one is not None)]
         arrays += [self.mask] if with_mask else []
         # The derivative of the KL divergence is beta * (1 - ratio), which is rounding if all ratios are about 1.
@@ -147,9 +147,7 @@ class GrpoLoss:
         self.arrays = torch.stack([one.float().expand(shape).flatten() for one in arrays])
         on_gpu = self.completion_mask.is_cuda
         self.count = self.completion_mask.count_nonzero().to("cpu", non_blocking=on_gpu)
-        self.counted = torch.cuda.Event() if on_gpu else None
-        if self.counted is not None:
-            self.counted.record()
+        self.counted = torch.cuda.current_stream(self.completion_mask.device).record_event() if on_gpu else None
 
     def objective(self, tokens: int) -> Objective:
         """Returns the objective of the head.
