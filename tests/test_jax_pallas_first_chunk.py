@@ -15,7 +15,7 @@ from reductions import additions_in_l2  # noqa: F401
 from test_jax_pallas_hopper_gradients import ROUNDED, close, float64, use_programs
 from test_jax_pallas_scaled_exp import OPTIONS, by_xla, in_float32, interpret, over_chunks, over_slices, problem
 
-from jax_pallas import chunked, head_rows, hopper_common, hopper_logits, scaled_exp, target_grad
+from jax_pallas import chunked, head_rows, hopper_common, hopper_logits, scaled_exp
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.hopper_gradients import store_d_input, write_d_weight
 from jax_pallas.plan import ExecutionPlan
