@@ -1,9 +1,10 @@
 """Settings for the whole test suite."""
 
+import fcntl
 import gc
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Lets one worker of pytest-xdist after the other collect the tests of a new checkout. The first one compiles the
+    files, which takes six seconds, and the others read what it has written."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or any(Path(__file__).parent.glob(COMPILED_LAST)):
+        return (yield)
+    folder = os.open(Path(__file__).parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        return (yield)
+    finally:
+        os.close(folder)
+
+
+COMPILED_LAST = "__pycache__/test_wheel.*pytest*.pyc"  # of the last file that is collected
 
 
 def pytest_unconfigure() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from assertions import expected_of
 from quick_cases import QUICK_SHARP, common_names, quick_parameters
 
 from linear_ce.reference import reference_log_probs
@@ -25,7 +26,7 @@ from parity.cases import (
     stratum_table,
     token_loss_table,
 )
-from parity.expected import expected, outputs_of
+from parity.expected import outputs_of
 from parity.pairwise import pairs, pairwise
 from parity.token_losses import FORMS
 
@@ -127,7 +128,7 @@ def test_arrays_and_truth_of_a_case(case: Case) -> None:
     in_range = (arrays["target"] >= 0) & (arrays["target"] < case.classes)
     assert "target_range" in case.poison or np.all(in_range | ~valid)
     assert not case.ignored or case.n == 0 or not np.all(valid)
-    want = expected(case, arrays)
+    want = expected_of(case)
     assert tuple(want) == outputs_of(case)
     # With an infinite budget, which means that the unfused computation overflows or has NaN elsewhere, a case tests
     # nothing.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from assertions import expected_of
 from quick_cases import common_names, pairwise_names, quick_parameters
 from token_loss_problem import counted_chunks
 from torch import Tensor
@@ -130,7 +131,7 @@ def test_another_order_of_summation_is_within_budget(case: Case) -> None:
             outputs[name] = value[back][:, np.argsort(hidden)].reshape(arrays["input"].shape)
         elif value.shape == (case.n,):
             outputs[name] = value[back].reshape(case.lead)
-    comparisons = compare(case, expected(case, arrays), outputs)
+    comparisons = compare(case, expected_of(case), outputs)
     assert all(comparison.percent <= 100 for comparison in comparisons.values()), used(comparisons)
 
 
@@ -164,7 +165,7 @@ def test_an_omitted_option_exceeds_the_budget(option: str, every: bool) -> None:
         outputs = evaluate_unfused(broken, given)
         if option == "linear_bias":
             outputs["d_bias"] = np.zeros(case.vocab)
-        comparisons = compare(case, expected(case, arrays), outputs)
+        comparisons = compare(case, expected_of(case), outputs)
         assert max(comparison.percent for comparison in comparisons.values()) > 200, f"{case.name}: {used(comparisons)}"
         seen += 1
     assert seen > (15 if every else 4)
@@ -189,8 +190,7 @@ def test_a_wrong_parameter_of_a_token_loss_exceeds_the_budget(
 ) -> None:
     form, seen = FORMS[name], 0
     for case in (case for case in cases() if case.name.startswith("token_loss") and case.token_loss == name):
-        arrays = make_arrays(case)
-        want = expected(case, arrays)
+        arrays, want = make_arrays(case), expected_of(case)
         with monkeypatch.context() as scope:
             parameters = {**form.parameters, parameter: OTHER_PARAMETERS[name][parameter]}
             scope.setitem(FORMS, name, form._replace(parameters=parameters))
