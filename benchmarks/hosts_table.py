@@ -124,17 +124,23 @@ def _cell(row: Mapping[str, Any] | None, plain: Mapping[str, Any] | None) -> str
         return "-"
     if row["status"] != "ok":
         return "out of memory" if row["status"] == "oom" else row["status"]
-    spread = f", {row['ratio_p20']:.2f} to {row['ratio_p80']:.2f}" if "ratio" in row else ""
-    ratio = f" ({_speed(row, plain):.2f} x{spread})" if plain and plain["status"] == "ok" else ""
+    ratio = ""
+    if plain and plain["status"] == "ok":
+        spread = f", {row['ratio_p20']:.2f} to {row['ratio_p80']:.2f}" if _in_turns(row, plain) else ""
+        ratio = f" ({_speed(row, plain):.2f} x{spread})"
     memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.2f} GiB"
     return f"{row['tokens_per_s']:,.0f}/s{ratio if row is not plain else ''}{memory}"
 
 
 def _speed(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Returns the speed of a row relative to another one: the median over pairs, if both were timed in turns."""
-    if "ratio" in row and other["variant"] == "plain":
-        return row["ratio"]
-    return row["tokens_per_s"] / other["tokens_per_s"]
+    return row["ratio"] if _in_turns(row, other) else row["tokens_per_s"] / other["tokens_per_s"]
+
+
+def _in_turns(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether two rows are of one run in turns, which writes the same ratio to both. One of them may have been
+    measured again alone."""
+    return "ratio" in row and row["ratio"] == other.get("ratio")
 
 
 def _verdict(bar: Bar, rows: Rows) -> str:

@@ -237,6 +237,7 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
             labels[:, :-logits_to_keep] = -100
             outputs = model(input_ids=input_ids, labels=labels, fused_lm_head=True)
             kept = slice(-logits_to_keep, None)
+            self.of_tokens = {"log_probs": outputs.log_probs.detach(), "entropies": outputs.entropy.detach()}
             aux_loss = model.layer.weight.square().mean() if compute_aux_loss else None
             return outputs.log_probs[:, kept], outputs.entropy[:, kept], aux_loss
 
@@ -298,7 +299,8 @@ def trl(version: str = "1.16.0") -> list[ModuleType]:
 
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             mode = "train" if self.model.training else "eval"
-            self.metrics = logs | {name: sum(values) / len(values) for name, values in self._metrics[mode].items()}
+            means = {name: sum(values) / len(values) for name, values in self._metrics[mode].items()}
+            self.metrics = logs | means | self.of_tokens  # the last ones of the model, to compare them
             self._metrics[mode].clear()
 
     class SequenceTrainer(Trainer):
