@@ -2,8 +2,8 @@
 
 The rows of a library and a config share a process (`benchmarks.hosts_process`), each with a newly built model. What
 cannot be undone comes last. If a process ends in a row, another one takes the rows after it. Before a row is timed, its
-loss and gradient are compared with the library's or, in transformers, with a float32 model's. In trl, the library as it
-is and ours are timed in turns. how-to-measure.md has the definitions.
+loss and gradient are compared with the library's or, in transformers, with a float32 model's. In the other hosts, the
+library as it is and ours are timed in turns. how-to-measure.md has the definitions.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for process in plan(host, options.configs, options.variants, options.seq, options.batch):
             processes.append([row for row in process if row.part in options.parts])
     if not any(processes):
-        raise SystemExit("--hosts, --variants, --parts and --seq have no row in common")
+        raise SystemExit("--hosts, --variants and --parts have no row in common")
     if options.compile_jobs:
         run.compile_ahead(processes)
     failed = [run.measure(process, file) for process in processes]

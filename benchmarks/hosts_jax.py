@@ -4,11 +4,13 @@
   `jax_pallas.hosts.tunix.loss_fn`.
 - MaxText: `vocab_tiling_nnx_loss` with `TILES` tiles and a model without layers, with a tied embedding in float32 and
   activations in bfloat16, which are its defaults, against the same function of `jax_pallas.hosts.maxtext`.
+
+Both variants are timed in turns, so that they share the clock of the GPU.
 """
 
 import gc
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +21,12 @@ from jax import Array
 
 from benchmarks.hosts_process import check_differences
 from benchmarks.hosts_rows import CONFIGS, Row
+from benchmarks.hosts_times import Prepared, time_steps
 from benchmarks.jax_host import trace_without_graphs
 from benchmarks.methods import load
-from benchmarks.timing import WARM_UP, Sensor, host_blocks
-from benchmarks.trace import of_row
+from benchmarks.timing import WARM_UP
 
-TILES = 8  # of MaxText: 1,024 tokens of 8,192 each
+TILES = 8  # of MaxText: of 1,024 or 2,048 tokens
 # None of these has an effect on the head and the loss.
 MAXTEXT_OPTIONS = {
     "run_name": "hosts",
@@ -60,27 +62,48 @@ def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str,
     """
     if seconds is None:
         return {}
-    # The rows of a process differ in the variant only, and the library's own call is needed for the others.
+    (found,) = measure_in_turns([row], seconds, kernels)
+    return found
+
+
+def measure_in_turns(rows: Sequence[Row], seconds: float, kernels: bool) -> list[dict[str, Any]]:
+    """Returns the figures of rows that differ in the variant only, whose calls are timed in turns.
+
+    Raises:
+        UnavailableError: as `measure`.
+        ValueError: as `measure`.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    last: list[Any] = [None]  # the result of the last call; the device computes the calls in order
+
+    def wait() -> None:
+        jax.block_until_ready(last[0])
+
+    prepared = [prepare(row, last) for row in rows]
+    gc.collect()
+    return time_steps(prepared, wait, on_gpu, seconds, kernels)
+
+
+def prepare(row: Row, last: list[Any]) -> Prepared:
+    """Compiles, checks and warms up the call of a row.
+
+    Args:
+        row: the row.
+        last: gets the result of each call, in place of the one before.
+    """
+    # Rows of a process differ in the variant only, and the library's call is needed for both.
     own = compiled(row.host, row.config, "plain", row.seq, row.batch)
     call = compiled(row.host, row.config, row.variant, row.seq, row.batch)
     errors = check_differences(row.variant, differences(call.run(), own.run()))
-    result: Any = None
 
     def step() -> None:
-        nonlocal result
-        result = call.run()
-
-    def wait() -> None:
-        jax.block_until_ready(result)
+        last[0] = call.run()
 
     for _ in range(WARM_UP):
         step()
-    on_gpu = jax.default_backend() == "gpu"
-    figures = host_blocks(step, wait, seconds, Sensor(gpu=on_gpu)).figures()
-    gc.collect()
-    tokens_per_s = 1000 * row.batch * row.seq / figures["step_ms"]
-    traced = of_row(lambda: trace_without_graphs(call.function, call.arguments)) if kernels else {}
-    return {"tokens_per_s": tokens_per_s, "peak_bytes": call.bytes if on_gpu else None, **figures, **errors, **traced}
+    size = call.bytes if jax.default_backend() == "gpu" else None
+    trace = partial(trace_without_graphs, call.function, call.arguments)
+    return Prepared(row, step, trace, {"peak_bytes": size, **errors})
 
 
 @lru_cache(2)

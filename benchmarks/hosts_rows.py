@@ -45,14 +45,12 @@ class Host(NamedTuple):
         module: measures its rows.
         variants: in the order in which a process takes them, except those in `PERMANENT`.
         parts: (trainer, part) of the rows.
-        sizes: tokens of a sequence.
         in_turns: the variants of a row are timed in turns, by `measure_in_turns` of the module.
     """
 
     module: str
     variants: tuple[str, ...]
     parts: tuple[tuple[str | None, str], ...]
-    sizes: tuple[int, ...]
     in_turns: bool = False
 
 
@@ -61,17 +59,25 @@ HOSTS = {
         module="benchmarks.hosts_transformers",
         variants=("plain", "ours", "compiled", "ours+compiled", "tuned", "ours+tuned", "liger", "ours+liger"),
         parts=((None, "step"),),
-        sizes=tuple(SIZES),
     ),
     "trl": Host(
         module="benchmarks.hosts_trl",
         variants=("plain", "ours"),
         parts=(("GRPO", "loss"), ("GRPO", "step"), ("SFT", "step"), ("DPO", "step")),
-        sizes=tuple(SIZES),
         in_turns=True,
     ),
-    "tunix": Host(module="benchmarks.hosts_jax", variants=("plain", "ours"), parts=(("SFT", "loss"),), sizes=(512,)),
-    "maxtext": Host(module="benchmarks.hosts_jax", variants=("plain", "ours"), parts=((None, "loss"),), sizes=(512,)),
+    "tunix": Host(
+        module="benchmarks.hosts_jax",
+        variants=("plain", "ours"),
+        parts=(("SFT", "loss"),),
+        in_turns=True,
+    ),
+    "maxtext": Host(
+        module="benchmarks.hosts_jax",
+        variants=("plain", "ours"),
+        parts=((None, "loss"),),
+        in_turns=True,
+    ),
 }
 
 
@@ -137,7 +143,7 @@ def plan(
         host: a key of `HOSTS`.
         configs: keys of `CONFIGS`.
         variants: names in `VARIANTS`. Those that the host does not have are left out.
-        sizes: tokens of a sequence. Those that are not measured for the host are left out.
+        sizes: tokens of a sequence.
         batch: sequences of a step; None: that of SIZES.
     """
     of = HOSTS[host]
@@ -153,7 +159,7 @@ def plan(
                 trainer=trainer,
                 part=part,
             )
-            for seq in of.sizes
+            for seq in SIZES
             for trainer, part in of.parts
             for variant in of.variants
             if seq in sizes and variant in variants

@@ -3,15 +3,16 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.hosts_rows import CONFIGS, Row
+from benchmarks.hosts_times import Prepared, time_steps
 from benchmarks.methods import load
-from benchmarks.timing import BATCHES, WARM_UP, Sensor, blocks_in_turns, ratio_figures
-from benchmarks.trace import of_row, trace_torch
+from benchmarks.timing import BATCHES, WARM_UP
+from benchmarks.trace import trace_torch
 
 
 def device_type() -> str:
@@ -77,20 +78,6 @@ def differences(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -
     return [((one - other).norm() / other.norm()).item() for one, other in pairs]
 
 
-class Prepared(NamedTuple):
-    """A row whose model has been checked and warmed up.
-
-    Args:
-        row: the row.
-        step: enqueues one of its steps.
-        figures: keys of the row that are known before its steps are timed.
-    """
-
-    row: Row
-    step: Callable[[], None]
-    figures: dict[str, Any]
-
-
 def prepared(row: Row, step: Callable[[], None], errors: dict[str, float], others: int = 0) -> Prepared:
     """Takes the first steps of a row and measures the peak of allocated memory.
 
@@ -102,7 +89,7 @@ def prepared(row: Row, step: Callable[[], None], errors: dict[str, float], other
     """
     for _ in range(WARM_UP):
         step()
-    return Prepared(row, step, {"peak_bytes": peak(step, others), **errors})
+    return Prepared(row, step, lambda: trace_torch(step), {"peak_bytes": peak(step, others), **errors})
 
 
 def peak(step: Callable[[], None], others: int) -> int | None:
@@ -115,23 +102,10 @@ def peak(step: Callable[[], None], others: int) -> int | None:
     return torch.cuda.max_memory_allocated() - others
 
 
-def time_steps(rows: Sequence[Prepared], seconds: float, kernels: bool) -> list[dict[str, Any]]:
-    """Returns the figures of rows, whose steps are timed in turns: tokens per second, times, the ratio of the second
-    row to the first, and if asked for kernels and gaps of traces."""
+def time_on_device(rows: Sequence[Prepared], seconds: float, kernels: bool) -> list[dict[str, Any]]:
+    """Returns `time_steps` of rows of PyTorch."""
     on_gpu = torch.cuda.is_available()
-    wait = torch.cuda.synchronize if on_gpu else _no_wait
-    timed = blocks_in_turns([each.step for each in rows], wait, seconds, Sensor(gpu=on_gpu))
-    # Of the speeds: the times of the first relative to those of the second
-    ratio = ratio_figures(*(blocks.times for blocks in timed)) if len(rows) == 2 else {}
-    found = []
-    for (row, _, known), blocks in zip(rows, timed, strict=True):
-        figures = blocks.figures()
-        tokens_per_s = 1000 * row.batch * row.seq / figures["step_ms"]
-        found.append({"tokens_per_s": tokens_per_s, **known, **figures, **ratio})
-    if kernels:  # after all times: the profiler slows later steps
-        for one, each in zip(found, rows, strict=True):
-            one |= of_row(lambda step=each.step: trace_torch(step))
-    return found
+    return time_steps(rows, torch.cuda.synchronize if on_gpu else _no_wait, on_gpu, seconds, kernels)
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from benchmarks.hosts_torch import (
     make_model,
     make_optimizer,
     prepared,
-    time_steps,
+    time_on_device,
 )
 from benchmarks.methods import load
 from benchmarks.timing import BATCHES
@@ -62,7 +62,7 @@ def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str,
             optimizer.zero_grad()
             steps += 1
 
-        (found,) = time_steps([prepared(row, step, errors)], seconds, kernels)
+        (found,) = time_on_device([prepared(row, step, errors)], seconds, kernels)
         return found
 
 

@@ -31,7 +31,7 @@ from benchmarks.hosts_torch import (
     make_model,
     make_optimizer,
     prepared,
-    time_steps,
+    time_on_device,
 )
 from benchmarks.methods import load
 from benchmarks.timing import BATCHES
@@ -64,7 +64,7 @@ def measure_in_turns(rows: Sequence[Row], seconds: float, kernels: bool) -> list
     """
     with from_nothing(), tempfile.TemporaryDirectory() as folder:
         before = allocated()
-        return time_steps([prepare(row, folder, allocated() - before) for row in rows], seconds, kernels)
+        return time_on_device([prepare(row, folder, allocated() - before) for row in rows], seconds, kernels)
 
 
 def prepare(row: Row, folder: str, others: int) -> Prepared:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jax_host_stand_ins
 import pytest
@@ -232,7 +233,7 @@ def test_the_memory_of_a_variant_is_without_that_of_the_other(
 
 
 def test_a_variant_that_fails_leaves_the_other(monkeypatch: pytest.MonkeyPatch, trainers: list[Any]) -> None:
-    check, time_steps = hosts_trl.check_differences, hosts_trl.time_steps
+    check, time_on_device = hosts_trl.check_differences, hosts_trl.time_on_device
 
     def differs(variant: str, errors: Any) -> dict[str, float]:
         return check(variant, [1.0, 0.0] if variant == "ours" else errors)
@@ -250,10 +251,10 @@ def test_a_variant_that_fails_leaves_the_other(monkeypatch: pytest.MonkeyPatch, 
     def fits(rows: list[Any], *options: Any) -> Any:
         if len(rows) > 1:
             raise torch.OutOfMemoryError("two trainers")
-        return time_steps(rows, *options)
+        return time_on_device(rows, *options)
 
     monkeypatch.setattr(hosts_trl, "check_differences", check)
-    monkeypatch.setattr(hosts_trl, "time_steps", fits)
+    monkeypatch.setattr(hosts_trl, "time_on_device", fits)
     for row, figures in zip(rows, answers(rows, REQUEST), strict=True):
         check_figures(row, figures)
         assert figures["note"].endswith("there was an error: OutOfMemoryError: two trainers")
@@ -285,13 +286,22 @@ def jax_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("host", ["tunix", "maxtext"])
 def test_rows_of_jax_hosts(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     (trainer, part), *_ = HOSTS[host].parts
+    plain = Row(host=host, config="smoke", variant="plain", seq=16, batch=2, trainer=trainer, part=part)
+    rows = [plain, replace(plain, variant="ours")]
+    waited: list[Any] = []
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda result: waited.append(result) or wait(result))
     with jax_hosts(monkeypatch):
-        for variant in ("plain", "ours"):
-            row = Row(host=host, config="smoke", variant=variant, seq=16, batch=2, trainer=trainer, part=part)
-            found = check_row(row, most=3e-3)  # tunix rounds log-probabilities to bfloat16
-            assert (found["gradient_error"] == 0) == (variant == "plain")
+        found = [*answers(rows, REQUEST)]
+        for row, figures in zip(rows, found, strict=True):
+            check_figures(row, figures, most=3e-3)  # tunix rounds log-probabilities to bfloat16
+            assert figures["ratio"] == pytest.approx(found[0]["step_ms"] / found[1]["step_ms"])
+            assert (figures["gradient_error"] == 0) == (row is plain)
+        assert len({id(result) for result in waited}) == len(waited) == 3  # before the blocks, and after each
         monkeypatch.setattr(hosts_jax, "trace_without_graphs", lambda call, given: call(*given) and WORK)
-        assert answer(row, replace(REQUEST, kernels=True))["by_kernel"][0]["name"] == "gemm"
+        alone = check_row(rows[1], most=3e-3)
+        assert "ratio" not in alone
+        assert answer(rows[1], replace(REQUEST, kernels=True))["by_kernel"][0]["name"] == "gemm"
 
 
 def test_a_loss_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +341,8 @@ def test_rows_share_a_process_and_kernels_of_liger_come_last() -> None:
     ]
     assert len({tuple(getattr(row, key) for key in hosts.KEY) for row in every}) == len(every)
     together = [[row.variant for row in rows] for rows in in_turns(every) if len(rows) > 1]
-    assert together == [["plain", "ours"]] * 2 * len(HOSTS["trl"].parts)
+    parts = [part for name in ("trl", "tunix", "maxtext") for part in HOSTS[name].parts]
+    assert together == [["plain", "ours"]] * len(sizes) * len(parts)
 
 
 Process = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
@@ -415,8 +426,8 @@ def test_another_process_takes_the_rows_after_one_in_which_a_process_ended(comma
 
 
 def test_options_without_a_row_are_an_error() -> None:
-    with pytest.raises(SystemExit, match="--hosts, --variants, --parts and --seq have no row in common"):
-        hosts.main(["--hosts", "tunix", "--seq", "4096", "--commit", "1"])
+    with pytest.raises(SystemExit, match="--hosts, --variants and --parts have no row in common"):
+        hosts.main(["--hosts", "tunix", "--variants", "liger", "--commit", "1"])
 
 
 def test_no_row_begins_after_the_end(tmp_path: Path) -> None:
