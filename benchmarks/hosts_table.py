@@ -172,7 +172,8 @@ def _verdict(bar: Bar, rows: Rows) -> str:
 def _failures(bar: Bar, name: str, ours: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
     speed = _speed(ours, other)
     if speed < bar.speed or (bar.speed == 1 and speed == 1):
-        yield f"{name} ({speed:.2f} x as fast)"
+        digits = 3 if round(speed, 2) == bar.speed else 2
+        yield f"{name} ({speed:.{digits}f} x as fast)"
     if bar.memory is not None and None not in (ours["peak_bytes"], other["peak_bytes"]):
         memory = ours["peak_bytes"] / other["peak_bytes"]
         if memory > bar.memory or (bar.less and memory == bar.memory):
