@@ -125,16 +125,18 @@ def log_probs(arrays: Arrays, options: Options, *, grad_into: Tensor | None = No
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
+NO_SECOND_DERIVATIVE = (
+    "linear_cross_entropy, linear_log_probs and linear_token_loss have no second derivative: use create_graph=False"
+)
+
+
 def no_double_backward(backward: Backward) -> Backward:
     """Raises for create_graph=True: the gradients have no graph, so a second derivative would silently be 0."""
 
     @wraps(backward)
     def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_cross_entropy, linear_log_probs and linear_token_loss have no second derivative: "
-                "use create_graph=False"
-            )
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
         return backward(ctx, *d_outputs)
 
     return checked
