@@ -140,6 +140,20 @@ def test_second_derivative_is_refused(function: str) -> None:
         torch.autograd.grad(total(function, arrays), leaves(arrays), create_graph=True)
 
 
+@pytest.mark.parametrize("saved_budget", [0, 10**6])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_several_upstream_gradients_at_once_are_refused(function: str, saved_budget: int) -> None:
+    arrays = problem()
+    options = {"saved_budget": saved_budget} if function in ("none", "log_probs") else {}
+    value, x = total(function, arrays, **options), arrays["input"]
+    upstream = torch.ones(3)
+    with pytest.raises(RuntimeError, match="takes one upstream gradient, got a batch of them: use no is_grads_batched"):
+        torch.autograd.grad(value, x, upstream, retain_graph=True, is_grads_batched=True)
+    with pytest.raises(RuntimeError, match="takes one upstream gradient"):
+        torch.vmap(lambda one: torch.autograd.grad(value, x, one, retain_graph=True)[0])(upstream)
+    torch.autograd.grad(value, x)
+
+
 def test_function_transforms_are_refused() -> None:
     arrays = problem()
     others = {name: tensor.detach() for name, tensor in arrays.items() if name != "input"}
