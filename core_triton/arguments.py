@@ -374,6 +374,8 @@ _CONSTANT = "weight", "token_weight", "normalizer", "grad_into"
 def _scalar(normalizer: Any, device: torch.device) -> Tensor:
     """Returns a normalizer as a tensor."""
     if isinstance(normalizer, Tensor):
+        if not torch.compiler.is_compiling():
+            _check_kind("normalizer", normalizer)
         return normalizer
     if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
         normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked

@@ -11,6 +11,7 @@ import torch
 from allocations import Meter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch_problem import FUNCTIONS, leaves, problem, total
 
@@ -165,6 +166,21 @@ def test_function_transforms_are_refused() -> None:
         torch.func.grad(loss)(arrays["input"].detach())
     with pytest.raises(TypeError, match=r"input comes from a torch\.func transform, which is not supported"):
         torch.func.vmap(loss)(arrays["input"].detach()[None])
+
+
+# PyTorch's first dual level compiles decompositions with torch.jit.script.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_normalizer_of_a_transform_is_refused() -> None:
+    """Its derivative would be left out."""
+    arrays = problem()
+
+    def loss(normalizer: Tensor) -> Tensor:
+        return core_triton.linear_cross_entropy(**arrays, normalizer=normalizer)
+
+    with pytest.raises(TypeError, match=r"normalizer comes from a torch\.func transform, which is not supported"):
+        torch.func.vmap(loss)(torch.ones(2))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="normalizer has a forward-mode tangent"):
+        loss(forward_ad.make_dual(torch.ones(()), torch.ones(())))
 
 
 def test_statistics_carry_no_gradient() -> None:

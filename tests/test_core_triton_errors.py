@@ -162,6 +162,11 @@ BAD_LOSS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "normalizer needs reduction \"mean\", got reduction 'sum'",
     ),
+    "normalizer sparse": (
+        {"normalizer": torch.zeros((), layout=torch.sparse_coo)},
+        TypeError,
+        "normalizer must be a dense Tensor, got layout torch.sparse_coo$",
+    ),
     "normalizer grad": ({"normalizer": torch.ones((), requires_grad=True)}, ValueError, "normalizer is not diff"),
 }
 
