@@ -1,5 +1,6 @@
 """Every invalid input of the contract raises an error that names the argument and the value it got."""
 
+import re
 import warnings
 from typing import Any
 
@@ -508,10 +509,11 @@ def test_sequence_parallel_is_a_bool() -> None:
         core_triton.linear_cross_entropy(**arguments)
 
 
-def test_a_name_of_a_dtype_is_not_a_dtype() -> None:
-    arguments: dict[str, Any] = problem() | {"reduce_dtype": "bfloat16"}
-    with pytest.raises(ValueError, match=r"reduce_dtype must be torch.float32 or torch.bfloat16, got 'bfloat16'"):
-        core_triton.linear_cross_entropy(**arguments)
+@pytest.mark.parametrize("given", ["bfloat16", [torch.float32]])
+def test_a_reduce_dtype_must_be_a_dtype(given: Any) -> None:
+    message = f"reduce_dtype must be torch.float32 or torch.bfloat16, got {given!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        core_triton.linear_cross_entropy(**problem(), reduce_dtype=given)
 
 
 @pytest.mark.parametrize(
