@@ -71,12 +71,18 @@ def check_integer(name: str, value: Any) -> int:
 
 
 def check_ignore_index(value: Any) -> int:
-    """Returns an ignore_index as a Python int; raises TypeError otherwise. None would say that no token is ignored."""
+    """Returns an ignore_index as a Python int that fits int64; raises TypeError or ValueError otherwise.
+
+    None would say that no token is ignored.
+    """
     if value is None:
         raise TypeError(
             "ignore_index must be a Python int, got NoneType: to ignore no token, pass an int that is no target"
         )
-    return check_integer("ignore_index", value)
+    ignore_index = check_integer("ignore_index", value)
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must fit int64, got {ignore_index}")
+    return ignore_index
 
 
 def check_normalizer(value: float) -> float:
@@ -135,8 +141,6 @@ class LossSpec:
         head_precision = "input" if self.head_precision is None else self.head_precision
         head_precision = check_choice("head_precision", head_precision, HEAD_PRECISIONS)
         ignore_index = check_ignore_index(self.ignore_index)
-        if not -(2**63) <= ignore_index < 2**63:
-            raise ValueError(f"ignore_index must fit int64, got {ignore_index}")
         # Plain Python values, so that equal calls hash and compare equal for all number types.
         object.__setattr__(self, "ignore_index", ignore_index)
         object.__setattr__(self, "label_smoothing", smoothing)

@@ -226,6 +226,7 @@ def test_check_targets_takes_unsigned_integers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"ignore_index": 2**70}, "ignore_index must fit int64, got 1180591620717411303424"),
         ({"vocab_size": None}, "vocab_size must be a Python int, got NoneType"),
         ({"vocab_size": 2.5}, "vocab_size must be a Python int, got float"),
         ({"vocab_size": torch.Size((10, 8))}, "vocab_size must be a Python int, got Size"),
@@ -234,7 +235,7 @@ def test_check_targets_takes_unsigned_integers(dtype: torch.dtype) -> None:
 )
 def test_check_targets_names_a_wrong_option(change: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"vocab_size": 10} | change
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         core_triton.check_targets(torch.tensor([0]), **options)
 
 
