@@ -139,7 +139,11 @@ def no_double_backward(backward: Backward) -> Backward:
     def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
-        if not torch.compiler.is_compiling() and _batched(d_outputs):
+        if torch.compiler.is_dynamo_compiling():  # compiled autograd traces the backward passes of eager calls
+            from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+            return call_between_graphs(backward, ctx, *d_outputs)
+        if _batched(d_outputs):
             raise RuntimeError(
                 "a backward pass of linear_cross_entropy, linear_log_probs or linear_token_loss takes one upstream "
                 "gradient, got a batch of them: use no is_grads_batched=True, vectorize=True or torch.vmap"

@@ -184,6 +184,24 @@ def test_compiled_second_backward_repeats_the_first() -> None:
     torch.testing.assert_close(list(second), first, rtol=0, atol=0)
 
 
+# Dynamo reads .grad of tensors that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"saved_budget": 10**6}])
+@pytest.mark.parametrize("function", ["none", "log_probs"])
+def test_compiled_autograd_runs_the_backward_pass_of_an_eager_call(function: str, options: dict[str, Any]) -> None:
+    """Its trace would contain changes of PyTorch's settings for matmuls, and NamedTuples that Dynamo makes empty."""
+    arrays = problem()
+    eager: Any = torch.compiler.disable(lambda: total(function, arrays, **options))
+
+    def step() -> None:
+        eager().backward()
+
+    want = torch.autograd.grad(eager(), leaves(arrays))
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")()
+    torch.testing.assert_close([leaf.grad for leaf in leaves(arrays)], list(want))
+
+
 def of_frozen_head(arrays: dict[str, Any]) -> Tensor:
     return total("none", arrays | {"linear_weight": arrays["linear_weight"].detach()})
 
