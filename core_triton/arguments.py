@@ -285,9 +285,10 @@ def of_vocab_group(groups: Groups) -> tuple[str, int, int, str]:
     """Returns the name of the group whose ranks have shards of the head ("" where the head is whole), this rank, the
     number of ranks, and the name of reduce_dtype."""
     check_flag("check_agreement", groups.check_agreement)
-    reduce_dtype = REDUCE_DTYPES.get(groups.reduce_dtype)
+    given = groups.reduce_dtype
+    reduce_dtype = REDUCE_DTYPES.get(given) if isinstance(given, torch.dtype) else None  # a list cannot be hashed
     if reduce_dtype is None:
-        raise ValueError(f"reduce_dtype must be torch.float32 or torch.bfloat16, got {groups.reduce_dtype!r}")
+        raise ValueError(f"reduce_dtype must be torch.float32 or torch.bfloat16, got {given!r}")
     if groups.vocab_group is None:
         return "", 0, 0, reduce_dtype
     group = check_group("vocab_group", groups.vocab_group)
@@ -374,6 +375,8 @@ _CONSTANT = "weight", "token_weight", "normalizer", "grad_into"
 def _scalar(normalizer: Any, device: torch.device) -> Tensor:
     """Returns a normalizer as a tensor."""
     if isinstance(normalizer, Tensor):
+        if not torch.compiler.is_compiling():
+            _check_kind("normalizer", normalizer)
         return normalizer
     if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
         normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked

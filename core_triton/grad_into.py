@@ -29,6 +29,8 @@ def check_grad_into(
         raise ValueError(f"grad_into must be contiguous, got strides {grad_into.stride()}")
     if explains or not torch.is_grad_enabled():
         return None
+    if not torch.compiler.is_compiling() and grad_into.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError("grad_into must be made outside of torch.inference_mode, got an inference tensor")
     if not linear_weight.requires_grad:
         raise ValueError("grad_into must be None for a linear_weight that does not require grad")
     return grad_into

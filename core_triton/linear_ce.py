@@ -180,7 +180,7 @@ def linear_cross_entropy(
             bfloat16 sends half of the bytes and rounds each part.
         check_agreement: the ranks of a group compare shapes and options at each call, and raise if they differ. The
             first three calls of a group do it in any case, in eager mode. Ranks that differ later wait for each other
-            until the timeout of the group.
+            until the timeout of the group, or return wrong results.
         gather: "tokens" or "head": what ranks with different tokens and different classes gather. input and
             linear_weight are then DTensors that are sharded on the same dimension of a mesh, on tokens and on classes.
             None gathers whichever is smaller: the tokens if all ranks together have fewer tokens than classes. With
@@ -538,8 +538,7 @@ def _token_loss(
     with_entropy: bool,
 ) -> tuple[Tensor, TokenStats]:
     """`options` are those of `spec_of`, `arrays` and then `how` the other arguments of `prepare`."""
-    if not callable(token_loss):
-        raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    _check_is_loss(token_loss)
     with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
     if torch.compiler.is_compiling() and not isinstance(token_loss, Named):
         from core_triton.compiling import call_between_graphs  # loads torch._dynamo
@@ -557,6 +556,15 @@ def _token_loss(
     of_call = *call[1:4], token_loss, flat, stats
     loss, found = _run(run, *of_call, with_entropy=with_entropy, grad_into=call.grad_into)
     return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
+
+
+def _check_is_loss(token_loss: Any) -> None:
+    """Raises TypeError for what is not callable, and for a function of `token_losses` that was not called."""
+    if not callable(token_loss):
+        raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    if not isinstance(token_loss, Named) and getattr(token_loss, "__module__", None) == Named.__module__:
+        name = f"token_losses.{token_loss.__name__}"
+        raise TypeError(f"token_loss must be a loss, got {name}, which returns one: pass {name}()")
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
@@ -612,8 +620,7 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor, with_entropy: bo
         >>> import torch, core_triton
         >>> core_triton.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, torch.randn(8))
     """
-    if not callable(token_loss):
-        raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    _check_is_loss(token_loss)
     tokens = per_token[0] if per_token else torch.empty(64)
     if isinstance(tokens, Tensor) and tokens.numel() < 2:
         raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got shape {tuple(tokens.shape)}")

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from core_triton.arguments import IMPLEMENTATIONS
+from core_triton.arguments import IMPLEMENTATIONS, check_are_tensors
 from core_triton.linear_ce import linear_cross_entropy
 from linear_ce.spec import (
+    ArrayInfo,
     HeadPrecision,
     LossSpec,
     Reduction,
+    check_arrays,
     check_batch_invariant,
     check_choice,
     check_integer,
@@ -36,7 +38,7 @@ class LinearCrossEntropy(nn.Module):
         hidden_size: D.
         num_classes: V. With vocab_group, the rows of this rank's shard.
         bias: whether the head has a bias.
-        weight: (V,) class weights, kept as a buffer.
+        weight: (V,) class weights, kept as a buffer. With vocab_group, of all classes.
         reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size: as for
             `linear_cross_entropy`.
         memory_budget, saved_budget, implementation, head_precision, batch_invariant: as for `linear_cross_entropy`.
@@ -106,8 +108,25 @@ class LinearCrossEntropy(nn.Module):
         )
         self.weight = nn.Parameter(torch.empty(num_classes, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
+        if weight is not None:
+            self._check_class_weight(weight)
         self.register_buffer("class_weight", weight)
         self.reset_parameters()
+
+    def _check_class_weight(self, weight: Tensor) -> None:
+        """Checks class weights as a call does; the number of all classes of a vocab_group only there."""
+        check_are_tensors({"weight": weight})
+        if weight.requires_grad:
+            raise ValueError("weight is not differentiated and must not require grad; pass weight.detach()")
+        classes, hidden = self.weight.shape
+        check_arrays(
+            input=ArrayInfo((0, hidden), "float32"),
+            linear_weight=ArrayInfo((classes, hidden), "float32"),
+            target=ArrayInfo((0,), "int64"),
+            spec=LossSpec(),
+            weight=ArrayInfo(tuple(weight.shape), str(weight.dtype).removeprefix("torch.")),
+            classes=None if self.vocab_group is None else weight.numel(),
+        )
 
     def reset_parameters(self) -> None:
         """Draws weight and bias uniformly within 1/sqrt(hidden_size), as `torch.nn.Linear` does."""

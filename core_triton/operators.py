@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from core_triton.ops import (
+    NO_SECOND_DERIVATIVE,
     Arrays,
     LogProbs,
     LossAndGradients,
@@ -62,6 +63,11 @@ from linear_ce.statistics import statistics_for
 
 
 def _scaled_op(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
+    # torch.compile raises for a second derivative only if an argument of its backward pass requires grad. Gradients
+    # that the forward pass computed do not. Outside of a backward pass the number of the graph task is -1.
+    task: int = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+    if torch.is_grad_enabled() and task != -1:
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
     results = _scaled_fake(saved)
     scale(saved, factors, results, memory_budget)
     return results

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from core_triton import chunked, head_scatter, ranges, row_math
 from core_triton.device import library_settings
@@ -125,19 +126,37 @@ def log_probs(arrays: Arrays, options: Options, *, grad_into: Tensor | None = No
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
+NO_SECOND_DERIVATIVE = (
+    "linear_cross_entropy, linear_log_probs and linear_token_loss have no second derivative: use create_graph=False"
+)
+
+
 def no_double_backward(backward: Backward) -> Backward:
-    """Raises for create_graph=True: the gradients have no graph, so a second derivative would silently be 0."""
+    """Raises for create_graph=True: the gradients have no graph, so a second derivative would silently be 0. Raises for
+    several upstream gradients at once too: PyTorch's errors for the operations of the plans do not name their cause."""
 
     @wraps(backward)
     def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        if torch.compiler.is_dynamo_compiling():  # compiled autograd traces the backward passes of eager calls
+            from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+            return call_between_graphs(backward, ctx, *d_outputs)
+        if _batched(d_outputs):
             raise RuntimeError(
-                "linear_cross_entropy, linear_log_probs and linear_token_loss have no second derivative: "
-                "use create_graph=False"
+                "a backward pass of linear_cross_entropy, linear_log_probs or linear_token_loss takes one upstream "
+                "gradient, got a batch of them: use no is_grads_batched=True, vectorize=True or torch.vmap"
             )
         return backward(ctx, *d_outputs)
 
     return checked
+
+
+def _batched(upstream: tuple[Tensor | None, ...]) -> bool:
+    """Whether upstream gradients are those of `torch.vmap`, or of is_grads_batched=True."""
+    given = [one for one in upstream if one is not None]
+    return any(map(is_batchedtensor, given)) or any(map(is_legacy_batchedtensor, given))
 
 
 class LossAndGradients(torch.autograd.Function):

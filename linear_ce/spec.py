@@ -19,15 +19,33 @@ HeadPrecision = Literal["input", "float32"]
 HEAD_PRECISIONS: tuple[HeadPrecision, ...] = ("input", "float32")
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 DEFAULT_MEMORY_BUDGET = 512 * 2**20  # bytes of workspace besides inputs and gradients
+FLOAT32_MAX, FLOAT32_MIN = (2 - 2.0**-23) * 2.0**127, 2.0**-149  # the largest and the smallest positive number
 
 
 def check_number(name: str, value: Any) -> float:
     """Returns `value` as a finite float; names the argument otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
-    if not -math.inf < cast(float, value) < math.inf:  # math.isfinite would stop torch.compile with dynamic shapes
+    number = _float(value)
+    if not -math.inf < number < math.inf:  # math.isfinite would stop torch.compile with dynamic shapes
         raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+    return number
+
+
+def _float(value: Any) -> float:
+    """Returns a number as a float, infinity for an int that is larger than all floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def check_float32(name: str, value: Any) -> float:
+    """Returns `value` as a float in the range of float32; names the argument otherwise."""
+    number = check_number(name, value)
+    if not -FLOAT32_MAX <= number <= FLOAT32_MAX:
+        raise ValueError(f"{name} must fit float32, got {number}")
+    return number
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -53,19 +71,29 @@ def check_integer(name: str, value: Any) -> int:
 
 
 def check_ignore_index(value: Any) -> int:
-    """Returns an ignore_index as a Python int; raises TypeError otherwise. None would say that no token is ignored."""
+    """Returns an ignore_index as a Python int that fits int64; raises TypeError or ValueError otherwise.
+
+    None would say that no token is ignored.
+    """
     if value is None:
         raise TypeError(
             "ignore_index must be a Python int, got NoneType: to ignore no token, pass an int that is no target"
         )
-    return check_integer("ignore_index", value)
+    ignore_index = check_integer("ignore_index", value)
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must fit int64, got {ignore_index}")
+    return ignore_index
 
 
 def check_normalizer(value: float) -> float:
-    """Returns a normalizer that is a number of the host; raises ValueError if it is negative or not finite."""
-    if not 0 <= value < math.inf:
+    """Returns a normalizer that is a number of the host. Raises ValueError if it is negative or not finite, or if it
+    would be infinite or 0 in float32."""
+    number = _float(value)
+    if not 0 <= number < math.inf:
         raise ValueError(f"normalizer must be finite and not negative, got {value}")
-    return float(value)
+    if number > FLOAT32_MAX or 0 < number < FLOAT32_MIN:
+        raise ValueError(f"normalizer must fit float32, got {value}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -103,8 +131,8 @@ class LossSpec:
         smoothing = check_number("label_smoothing", self.label_smoothing)
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {smoothing}")
-        z_loss_weight = check_not_negative("z_loss_weight", self.z_loss_weight)
-        softcap = None if self.softcap is None else check_number("softcap", self.softcap)
+        z_loss_weight = check_float32("z_loss_weight", check_not_negative("z_loss_weight", self.z_loss_weight))
+        softcap = None if self.softcap is None else check_float32("softcap", self.softcap)
         if softcap is not None and softcap <= 0.0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
         vocab_size = None if self.vocab_size is None else check_integer("vocab_size", self.vocab_size)
@@ -113,14 +141,12 @@ class LossSpec:
         head_precision = "input" if self.head_precision is None else self.head_precision
         head_precision = check_choice("head_precision", head_precision, HEAD_PRECISIONS)
         ignore_index = check_ignore_index(self.ignore_index)
-        if not -(2**63) <= ignore_index < 2**63:
-            raise ValueError(f"ignore_index must fit int64, got {ignore_index}")
         # Plain Python values, so that equal calls hash and compare equal for all number types.
         object.__setattr__(self, "ignore_index", ignore_index)
         object.__setattr__(self, "label_smoothing", smoothing)
         object.__setattr__(self, "z_loss_weight", z_loss_weight)
         object.__setattr__(self, "softcap", softcap)
-        object.__setattr__(self, "logit_scale", check_number("logit_scale", self.logit_scale))
+        object.__setattr__(self, "logit_scale", check_float32("logit_scale", self.logit_scale))
         object.__setattr__(self, "vocab_size", vocab_size)
         object.__setattr__(self, "head_precision", head_precision)
 

@@ -11,6 +11,7 @@ import torch
 from allocations import Meter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch_problem import FUNCTIONS, leaves, problem, total
 
@@ -140,6 +141,20 @@ def test_second_derivative_is_refused(function: str) -> None:
         torch.autograd.grad(total(function, arrays), leaves(arrays), create_graph=True)
 
 
+@pytest.mark.parametrize("saved_budget", [0, 10**6])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_several_upstream_gradients_at_once_are_refused(function: str, saved_budget: int) -> None:
+    arrays = problem()
+    options = {"saved_budget": saved_budget} if function in ("none", "log_probs") else {}
+    value, x = total(function, arrays, **options), arrays["input"]
+    upstream = torch.ones(3)
+    with pytest.raises(RuntimeError, match="takes one upstream gradient, got a batch of them: use no is_grads_batched"):
+        torch.autograd.grad(value, x, upstream, retain_graph=True, is_grads_batched=True)
+    with pytest.raises(RuntimeError, match="takes one upstream gradient"):
+        torch.vmap(lambda one: torch.autograd.grad(value, x, one, retain_graph=True)[0])(upstream)
+    torch.autograd.grad(value, x)
+
+
 def test_function_transforms_are_refused() -> None:
     arrays = problem()
     others = {name: tensor.detach() for name, tensor in arrays.items() if name != "input"}
@@ -151,6 +166,21 @@ def test_function_transforms_are_refused() -> None:
         torch.func.grad(loss)(arrays["input"].detach())
     with pytest.raises(TypeError, match=r"input comes from a torch\.func transform, which is not supported"):
         torch.func.vmap(loss)(arrays["input"].detach()[None])
+
+
+# PyTorch's first dual level compiles decompositions with torch.jit.script.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_normalizer_of_a_transform_is_refused() -> None:
+    """Its derivative would be left out."""
+    arrays = problem()
+
+    def loss(normalizer: Tensor) -> Tensor:
+        return core_triton.linear_cross_entropy(**arrays, normalizer=normalizer)
+
+    with pytest.raises(TypeError, match=r"normalizer comes from a torch\.func transform, which is not supported"):
+        torch.func.vmap(loss)(torch.ones(2))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="normalizer has a forward-mode tangent"):
+        loss(forward_ad.make_dual(torch.ones(()), torch.ones(())))
 
 
 def test_statistics_carry_no_gradient() -> None:

@@ -184,6 +184,52 @@ def test_compiled_second_backward_repeats_the_first() -> None:
     torch.testing.assert_close(list(second), first, rtol=0, atol=0)
 
 
+# Dynamo reads .grad of tensors that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"saved_budget": 10**6}])
+@pytest.mark.parametrize("function", ["none", "log_probs"])
+def test_compiled_autograd_runs_the_backward_pass_of_an_eager_call(function: str, options: dict[str, Any]) -> None:
+    """Its trace would contain changes of PyTorch's settings for matmuls, and NamedTuples that Dynamo makes empty."""
+    arrays = problem()
+    eager: Any = torch.compiler.disable(lambda: total(function, arrays, **options))
+
+    def step() -> None:
+        eager().backward()
+
+    want = torch.autograd.grad(eager(), leaves(arrays))
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")()
+    torch.testing.assert_close([leaf.grad for leaf in leaves(arrays)], list(want))
+
+
+def of_frozen_head(arrays: dict[str, Any]) -> Tensor:
+    return total("none", arrays | {"linear_weight": arrays["linear_weight"].detach()})
+
+
+def of_tokens(arrays: dict[str, Any]) -> Tensor:
+    named = core_triton.token_losses.reinforce()
+    x, w, target = arrays["input"], arrays["linear_weight"], arrays["target"]
+    return core_triton.linear_token_loss(x, w, target, named, torch.ones(len(target)), reduction="sum")
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, "frozen head", "token loss"])
+def test_compiled_second_derivative_is_refused(function: str) -> None:
+    """A gradient penalty would be left out of the gradients if create_graph=True gave gradients without a graph."""
+    arrays = problem(bias=False)
+    found = {"frozen head": of_frozen_head, "token loss": of_tokens}.get(
+        function, lambda arrays: total(function, arrays)
+    )
+    x = arrays["input"]
+    value = torch.compile(found, fullgraph=True, backend="aot_eager")(arrays)
+
+    def penalized() -> None:
+        (d_x,) = torch.autograd.grad(value, x, create_graph=True)
+        (d_x.square().sum() + x.square().sum()).backward()
+
+    with pytest.raises(RuntimeError, match=r"no second derivative|not currently support double backward"):
+        penalized()
+
+
 @pytest.mark.parametrize(("obstacle", "name"), [(None, "triton"), ("no GPU", "chunked")])
 def test_a_compiled_function_chooses_like_an_eager_one(obstacle: str | None, name: str) -> None:
     x, w = torch.ones(3, 16), torch.ones(5, 16)

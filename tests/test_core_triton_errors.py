@@ -1,5 +1,6 @@
 """Every invalid input of the contract raises an error that names the argument and the value it got."""
 
+import re
 import warnings
 from typing import Any
 
@@ -149,6 +150,9 @@ BAD_LOSS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "normalizer scalar": ({"normalizer": np.float32("nan")}, ValueError, "normalizer must be finite .* got nan"),
     "normalizer array of axes": ({"normalizer": np.ones(1)}, TypeError, "normalizer must be a number, .* got ndarray"),
+    "normalizer large": ({"normalizer": 1e39}, ValueError, r"normalizer must fit float32, got 1e\+39$"),
+    "normalizer of many digits": ({"normalizer": 10**400}, ValueError, "normalizer must be finite .* got 10000"),
+    "normalizer small": ({"normalizer": 1e-50}, ValueError, "normalizer must fit float32, got 1e-50$"),
     "normalizer inf": ({"normalizer": float("inf")}, ValueError, "normalizer must be finite and not negative, got inf"),
     "normalizer text": ({"normalizer": "all"}, TypeError, "normalizer must be a number, a scalar Tensor .* got str"),
     "normalizer bool": ({"normalizer": True}, TypeError, "normalizer must be a number, a scalar Tensor .* got bool"),
@@ -161,6 +165,11 @@ BAD_LOSS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"normalizer": 3.0, "reduction": "sum"},
         ValueError,
         "normalizer needs reduction \"mean\", got reduction 'sum'",
+    ),
+    "normalizer sparse": (
+        {"normalizer": torch.zeros((), layout=torch.sparse_coo)},
+        TypeError,
+        "normalizer must be a dense Tensor, got layout torch.sparse_coo$",
     ),
     "normalizer grad": ({"normalizer": torch.ones((), requires_grad=True)}, ValueError, "normalizer is not diff"),
 }
@@ -217,6 +226,7 @@ def test_check_targets_takes_unsigned_integers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"ignore_index": 2**70}, "ignore_index must fit int64, got 1180591620717411303424"),
         ({"vocab_size": None}, "vocab_size must be a Python int, got NoneType"),
         ({"vocab_size": 2.5}, "vocab_size must be a Python int, got float"),
         ({"vocab_size": torch.Size((10, 8))}, "vocab_size must be a Python int, got Size"),
@@ -225,7 +235,7 @@ def test_check_targets_takes_unsigned_integers(dtype: torch.dtype) -> None:
 )
 def test_check_targets_names_a_wrong_option(change: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"vocab_size": 10} | change
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         core_triton.check_targets(torch.tensor([0]), **options)
 
 
@@ -500,10 +510,11 @@ def test_sequence_parallel_is_a_bool() -> None:
         core_triton.linear_cross_entropy(**arguments)
 
 
-def test_a_name_of_a_dtype_is_not_a_dtype() -> None:
-    arguments: dict[str, Any] = problem() | {"reduce_dtype": "bfloat16"}
-    with pytest.raises(ValueError, match=r"reduce_dtype must be torch.float32 or torch.bfloat16, got 'bfloat16'"):
-        core_triton.linear_cross_entropy(**arguments)
+@pytest.mark.parametrize("given", ["bfloat16", [torch.float32]])
+def test_a_reduce_dtype_must_be_a_dtype(given: Any) -> None:
+    message = f"reduce_dtype must be torch.float32 or torch.bfloat16, got {given!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        core_triton.linear_cross_entropy(**problem(), reduce_dtype=given)
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,18 @@ def test_the_module_passes_it_on() -> None:
 
 
 @pytest.mark.parametrize("function", ["mean", "none"])
+def test_a_buffer_of_inference_mode_is_refused(function: str) -> None:
+    arrays = problem()
+    with torch.inference_mode():
+        into = buffer(arrays)
+        total(function, arrays, grad_into=into)
+    with torch.no_grad():
+        total(function, arrays, grad_into=into)  # which adds nothing
+    with pytest.raises(ValueError, match=r"grad_into must be made outside of torch\.inference_mode"):
+        total(function, arrays, grad_into=into)
+
+
+@pytest.mark.parametrize("function", ["mean", "none"])
 def test_no_second_buffer(function: str) -> None:
     arrays = problem(17, 64, 1000, dtype=torch.bfloat16)
     into = torch.zeros(1000, 64)

@@ -65,6 +65,22 @@ def test_options_and_class_weights_reach_the_loss() -> None:
     torch.testing.assert_close(head(x, target, token_weight=token_weight), want)
 
 
+@pytest.mark.parametrize(
+    ("weight", "kind", "message"),
+    [
+        ([1.0] * 50, TypeError, "weight must be a Tensor or None, got list"),
+        (torch.ones(49), ValueError, r"weight must have shape \(50,\) .*, got \(49,\)"),
+        (torch.ones(50, dtype=torch.long), TypeError, "weight must be float16 or bfloat16 or float32, got int64"),
+        (nn.Parameter(torch.ones(50)), ValueError, r"weight is not differentiated .* pass weight\.detach\(\)"),
+    ],
+)
+def test_class_weights_are_checked_when_the_module_is_made(weight: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        LinearCrossEntropy(8, 50, weight=weight)
+    group: Any = Lock()  # a group, whose classes are not those of the shard
+    assert LinearCrossEntropy(8, 25, weight=torch.ones(50), vocab_group=group).class_weight is not None
+
+
 def test_normalizer_is_the_denominator() -> None:
     head = LinearCrossEntropy(8, 50)
     x, target = torch.randn(12, 8), torch.randint(0, 50, (12,))

@@ -604,6 +604,12 @@ def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:
 ONES = torch.ones(12)
 NOT_A_LOSS: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
     "callable": ("ppo", (), TypeError, "token_loss must be callable, got str"),
+    "not called": (
+        token_losses.ppo_clip,
+        (ONES, ONES),
+        TypeError,
+        r"token_loss must be a loss, got token_losses.ppo_clip, which returns one: pass token_losses.ppo_clip\(\)$",
+    ),
     "number": (lambda p: 1.0, (), TypeError, r"token_loss must return a float32 Tensor of shape \(12,\).* got float"),
     "dtype": (lambda p: p.half(), (), TypeError, "token_loss must return a float32 Tensor .* got float16"),
     "sum": (lambda p: p.sum(), (), ValueError, r"token_loss must return .* of shape \(12,\).* got shape \(\)"),
@@ -804,6 +810,8 @@ def test_check_token_loss_needs_two_tokens() -> None:
         core_triton.check_token_loss(token_losses.weighted_nll(), torch.ones(1))
     with pytest.raises(TypeError, match="token_loss must be callable, got int"):
         core_triton.check_token_loss(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"token_loss must be a loss, got token_losses.grpo, which returns one"):
+        core_triton.check_token_loss(token_losses.grpo)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         ValueError, match=r"per_token\[1\] must have shape \(3,\) \(per_token\[0\]'s shape\), got \(4,\)"
     ):
