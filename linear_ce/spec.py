@@ -202,11 +202,11 @@ def check_arrays(
         classes: K, where linear_weight and linear_bias are a shard of the vocabulary. `weight` is then (K,).
 
     Raises:
-        TypeError: a dtype.
+        TypeError: a dtype, or `vocab_axis` is not an int.
         ValueError: a shape, `vocab_axis`, or an option that does not fit the arrays: `vocab_size`, a `normalizer`
             without reduction "mean", or a `head_precision` that does not support the dtypes.
     """
-    if vocab_axis not in (0, 1):
+    if check_integer("vocab_axis", vocab_axis) not in (0, 1):
         raise ValueError(f"vocab_axis must be 0 or 1, got {vocab_axis!r}")
     _check_dtype("input", input, FLOAT_DTYPES)
     if len(input.shape) < 1:

@@ -207,7 +207,7 @@ def test_invalid_weights_folder_is_one_line_and_leaves_no_files(hub, place, caps
         (huge, [], r"model.embed_tokens.weight must have shape \(1000000000, 32\), got"),
         (place / "absent", [], "--weights: cannot read .*absent/config.json"),
         (without("tokenizer.json"), [], "without-tokenizer.json has no tokenizer.json; create it from"),
-        (broken, [], "cannot read the tokenizer .*broken/tokenizer.json"),
+        (broken, [], "--weights: cannot read the tokenizer .*broken/tokenizer.json"),
         (no_end, [], "defines no end-of-text token: none of its files has eos_token_id"),
         (without("tokenizer_config.json", eos_token="<eos>"), [], "eos_token must be an entry of .*, got '<eos>'"),
         (
@@ -279,6 +279,13 @@ def test_random_weights_with_the_tokenizer_of_a_folder(hub, tuned, place, capsys
     assert json.loads((place / "out" / "config.json").read_text())["eos_token_id"] == 2
     assert (place / "out" / "tokenizer.json").read_bytes() == (hub[1] / "tokenizer.json").read_bytes()
     assert read_hub_vocabulary(place / "out").ends == (2,)
+
+
+def test_a_missing_folder_of_a_tokenizer_names_the_option(place, capsys):
+    options = ["--config", "micro", "--name", "a", "--data", str(place / "data"), "--tokenizer", str(place / "absent")]
+    assert train(place, *options) == 1
+    message = f"error: --tokenizer: cannot read a tokenizer: no such folder: {place / 'absent'}\n"
+    assert capsys.readouterr().err == message
 
 
 def test_vocab_size_covers_every_token_and_keeps_unused_rows(hub):

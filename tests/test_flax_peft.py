@@ -249,9 +249,11 @@ def test_invalid_adapter_folder_is_one_line(tmp_path):
     file.write_text(json.dumps({**values, "lora_dropout": 0.05}))
     assert read_adapter_config(adapter) == LoraConfig(2, 4.0, ("query", "up"), adapter=adapter)
     with pytest.raises(
-        RunError, match=r"config\.json: lora_dropout must be 0, because .* no dropout, got 0\.05; set it"
+        RunError, match=r"^--adapter: .*config\.json: lora_dropout must be 0, because .* no dropout, got 0\.05; set it"
     ):
         parse(["--weights", str(base), "--adapter", str(adapter)])
+    with pytest.raises(RunError, match=r"^--adapter: cannot read .*base/adapter_config\.json"):
+        parse(["--weights", str(base), "--adapter", str(base)])
     file.write_text(json.dumps(values))
     with pytest.raises(RunError, match="--lora-rank must be 2, as in the folder of --adapter, got 3"):
         parse(["--weights", str(base), "--adapter", str(adapter), "--lora-rank=3"])

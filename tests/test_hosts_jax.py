@@ -284,6 +284,7 @@ def with_adapter() -> nnx.Linear:
             r"the collections \['params', 'quantized'\]",
         ),
         (lambda: {"kernel": X, "lora_a": X}, {}, TypeError, r"a mapping, must have .* got \['kernel', 'lora_a'\]"),
+        (lambda: {"params": {"kernel": X[0].T}}, {}, TypeError, r"got variables: .* layer in variables\['params'\]"),
         (
             lambda: {"kernel": "quantized"},
             {},
@@ -304,6 +305,12 @@ def with_adapter() -> nnx.Linear:
 def test_other_heads_are_refused(head: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         head_cross_entropy(head(), X, TARGET, **options)
+
+
+def test_an_input_that_is_no_array_is_refused() -> None:
+    values: Any = [1.0]
+    with pytest.raises(TypeError, match=r"^input must be an array, got list$"):
+        head_cross_entropy(nnx.Linear(D, V, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), values, TARGET)
 
 
 TOKENS = integers(4, (3, 7), 0, V)

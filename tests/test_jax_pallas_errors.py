@@ -66,6 +66,7 @@ BAD_ARRAYS: Bad = {
 BAD_OPTIONS: Bad = {
     "vocab_axis two": ({"vocab_axis": 2}, ValueError, "vocab_axis must be 0 or 1, got 2"),
     "vocab_axis minus one": ({"vocab_axis": -1}, ValueError, "vocab_axis must be 0 or 1, got -1"),
+    "vocab_axis array": ({"vocab_axis": jnp.int32(0)}, TypeError, "vocab_axis must be a Python int, got ArrayImpl"),
     "softcap zero": ({"softcap": 0.0}, ValueError, "softcap must be positive or None, got 0.0"),
     "softcap text": ({"softcap": "big"}, TypeError, "softcap must be a Python number, got str"),
     "scale infinite": ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),

@@ -166,6 +166,8 @@ BAD_ARRAYS = [
         "grad_into must have shape (11, 5) (linear_weight's shape), got (5, 11)",
     ),
     ({"vocab_axis": 2}, ValueError, "vocab_axis must be 0 or 1, got 2"),
+    ({"vocab_axis": True}, TypeError, "vocab_axis must be a Python int, got bool"),
+    ({"vocab_axis": np.array([0, 1])}, TypeError, "vocab_axis must be a Python int, got ndarray"),
     (
         {"linear_weight": ArrayInfo((0, 5), "bfloat16")},
         ValueError,

@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         return _read_all(arguments, CONFIGS[early.config or "tiny"]), None
     defaults = fine_tuning(early.config, early.weights, _shape_of(early.weights, early.ignore_config_fields))
     if early.adapter is not None:
-        defaults = dataclasses.replace(defaults, lora=read_adapter_config(early.adapter, trains=True))
+        defaults = dataclasses.replace(defaults, lora=_adapter_of(early.adapter))
     config = _read_all(arguments, defaults)
     check_shape(config.model, early.weights, config.ignore_config_fields)
     if early.adapter is not None:
@@ -112,6 +112,13 @@ def _shape_of(weights: Path, ignored: Sequence[str]) -> ModelConfig:
         return read_config(weights, ignored)
     except RunError as error:
         raise RunError(f"--weights: {error}") from None
+
+
+def _adapter_of(folder: Path) -> LoraConfig:
+    try:
+        return read_adapter_config(folder, trains=True)
+    except RunError as error:
+        raise RunError(f"--adapter: {error}") from None
 
 
 def check_shape(requested: ModelConfig, weights: Path, ignored: Sequence[str]) -> None:

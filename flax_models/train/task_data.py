@@ -70,7 +70,11 @@ def read_text(config: RunConfig, resumed: Path | None, display: Display) -> Text
     if resumed:
         vocabulary, origin = read_run_vocabulary(resumed), "from the run"
     elif source := config.weights or config.tokenizer:
-        vocabulary, origin = read_hub_vocabulary(source), f"from {source}"
+        option = "--weights" if config.weights else "--tokenizer"
+        try:
+            vocabulary, origin = read_hub_vocabulary(source), f"from {source}"
+        except RunError as error:
+            raise RunError(f"{option}: {error}") from None
     else:
         cache = own_tokenizer.cache_folder()
         tokenizer, origin = own_tokenizer.load_or_train(corpus.train, config.model.vocab_size, cache)

@@ -121,8 +121,8 @@ def head_arguments(
         input, linear_weight, linear_bias, vocab_axis and head_precision.
 
     Raises:
-        TypeError: head is not one of the layers, has other parameters too, such as those of an adapter, or computes
-            something else than they do.
+        TypeError: input is not an array; head is not one of the layers, has other parameters too, such as those of an
+            adapter, or computes something else than they do.
         ValueError: vocab_axis or linear_bias is given with a layer, or a layer of flax.linen has no parameters.
 
     Example:
@@ -134,6 +134,8 @@ def head_arguments(
         >>> jax_pallas.linear_log_probs(target=jnp.zeros((2, 6), int), **head_arguments(embed, x)).entropy.shape
         (2, 6)
     """
+    if not _is_array(input):
+        raise TypeError(f"input must be an array, got {type(input).__name__}")
     array = _value(head)
     if not _is_array(array):
         for name, value in (("vocab_axis", vocab_axis), ("linear_bias", linear_bias)):
@@ -215,6 +217,11 @@ def _arrays(parameters: Mapping[str, Any], layer: Layer, name: str) -> tuple[Any
         TypeError: it has other parameters.
     """
     present = {key for key, value in parameters.items() if value is not None}
+    if isinstance(parameters.get("params"), Mapping):
+        raise TypeError(
+            f"the head, {name}, must be the parameters of one layer of flax.linen, got variables: pass those of the "
+            "layer in variables['params']"
+        )
     if layer.weight not in present or present - {layer.weight, layer.bias}:
         expected = layer.weight if layer.bias is None else f"{layer.weight} and, optionally, {layer.bias}"
         raise TypeError(
