@@ -137,17 +137,18 @@ def prepare(
             named[name] = _undifferentiated(name, named[name])
     head = whole_head(devices, named["linear_weight"], vocab_axis)
     launch.check_sizes(named["input"].shape, head.shape)
-    by_name = implementation is not None
+    reason: str | None = "asked for by name"
     if implementation is not None:
         _check_implementation(implementation, named["input"], head, vocab_axis)
-    elif launch.symbolic_limits(named["input"].shape) is not None:
-        implementation = "chunked"
+    else:
+        reason = launch.symbolic_limits(named["input"].shape)
+        implementation = None if reason is None else "chunked"
     check_batch_invariant(
         batch_invariant,
         label_smoothing=spec.label_smoothing,
         saved_budget=saved_budget,
         implementation=implementation,
-        reason="asked for by name" if by_name else launch.symbolic_limits(named["input"].shape),
+        reason=reason,
     )
     saved_as = None
     if saved_budget:  # a trace has the shapes of what is saved, so it must know which implementation saves it

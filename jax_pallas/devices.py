@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jax_pallas.primitives import vary_over, varying
+from jax_pallas.primitives import usual_promotion, vary_over, varying
 from jax_pallas.slicing import is_symbolic
 from linear_ce.spec import check_choice, check_flag
 
@@ -92,10 +92,11 @@ def is_divided(array: Any) -> bool:
 
 def divides_explicit_axes(function: Callable[..., Any]) -> Any:
     """Makes a public function run within `jax.shard_map` where the types of its arrays say how they are divided:
-    `sharded.of_types`."""
+    `sharded.of_types`. It has `usual_promotion`."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
+    @usual_promotion
     def call(*arguments: Any, **options: Any) -> Any:
         named = options.get("token_axis_names"), options.get("vocab_axis_name")
         if named != (None, None) or not any(map(is_divided, (*arguments, *options.values()))):

@@ -89,7 +89,8 @@ def trace_token_loss(
         per_token: the number of per-token arrays. The entropy is one of them.
 
     Raises:
-        TypeError, ValueError: token_loss is not callable, does not return an array (n,) float32, or is not elementwise.
+        TypeError, ValueError: token_loss is not callable, is a function of `token_losses` that was not called, does not
+            return an array (n,) float32, or is not elementwise.
         RuntimeError: token_loss or a derivative rule raised an exception, which is the cause of this one.
     """
     if isinstance(token_loss, TracedLoss):
@@ -97,6 +98,9 @@ def trace_token_loss(
         return traced_loss.function, lambda: traced_loss.closure
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    if not isinstance(token_loss, Named) and getattr(token_loss, "__module__", None) == Named.__module__:
+        name = f"token_losses.{getattr(token_loss, '__name__', '')}"
+        raise TypeError(f"token_loss must be a loss, got {name}, which returns one: pass {name}()")
     length = tokens if not isinstance(tokens, int) else max(tokens, 2)  # the values of one token do not mix
     arguments = 1 + per_token
     of_all = _traced(token_loss, length, per_token)

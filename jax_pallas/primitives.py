@@ -10,7 +10,7 @@ primitive has no mesh.
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any, cast
 
 import jax
@@ -26,6 +26,18 @@ from jax_pallas.launch import Lowering
 Function = Callable[..., Any]
 OF_SHARD = re.compile(r"\.(d_weight|d_bias|e|unit_d_input|rho|theta|unit_scale)\b")  # paths, also of `SavedRows`
 Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, size, arrays, axes) -> results or None
+
+
+def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Makes a function promote dtypes and ranks as JAX does by default, whatever the caller's
+    `jax_numpy_dtype_promotion` and `jax_numpy_rank_promotion` are."""
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return function(*arguments, **options)
+
+    return call
 
 
 @lru_cache(maxsize=1024)
@@ -72,7 +84,7 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
     these devices (`vocab_shard.py`), and d_input on those that have the same rows of the input. What a call saves of
     its rows counts as different on each device.
     """
-    primitive = Primitive(name)
+    primitive, function = Primitive(name), usual_promotion(function)
     primitive.multiple_results = True
 
     def shapes_of(leaves: Sequence[Any], static: Any, tree: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -204,6 +216,7 @@ def differentiable(name: str, function: Function, batched: Batched) -> Function:
     """
     # A trace of the tuple's tree took 0.2 s of a train call's compilation.
     primitive, bound, flat = _primitive(name, function, returns_tuple=True)
+    batched = usual_promotion(batched)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
         perturbed = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]

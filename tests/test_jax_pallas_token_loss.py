@@ -973,6 +973,11 @@ RETURNS = r"token_loss must return the loss of each token, \(n,\) float32 for an
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "not callable": ({"token_loss": 3}, TypeError, "token_loss must be callable, got int"),
+    "not called": (
+        {"token_loss": token_losses.ppo_clip},
+        TypeError,
+        r"token_loss must be a loss, got token_losses.ppo_clip, which returns one: pass token_losses.ppo_clip\(\)$",
+    ),
     "a number": ({"token_loss": lambda p, a: 1.0}, TypeError, f"{RETURNS}float for n = 12"),
     "a scalar": ({"token_loss": lambda p, a: jnp.float32(1)}, ValueError, rf"{RETURNS}shape \(\) for n = 12"),
     "another shape": ({"token_loss": lambda p, a: p[None]}, ValueError, rf"{RETURNS}shape \(1, 12\) for n = 12"),
