@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from core_triton.flops import FORMULAS
 from core_triton.ops import (
     NO_SECOND_DERIVATIVE,
     Arrays,
@@ -46,6 +47,7 @@ from core_triton.saved_ops import (
     fake_saved_rows,
     run_saved_gradients,
     run_saved_losses,
+    saved_rows,
 )
 from core_triton.scaling import Factors, scale
 from core_triton.token_hook import takes_entropy
@@ -152,6 +154,30 @@ def _gradients_fake(arrays: Arrays, needs_grad: NeedsGrad, **_: Any) -> Gradient
     )
 
 
+def _logits_flops(arrays: Arrays, **_: Any) -> int:
+    return _matmul_flops(arrays, len(arrays.target))
+
+
+def _gradients_flops(arrays: Arrays, needs_grad: NeedsGrad, **_: Any) -> int:
+    return _logits_flops(arrays) * (1 + needs_grad.d_input + needs_grad.d_weight)
+
+
+def _saved_losses_flops(arrays: Arrays, options: Options, needs_grad: NeedsGrad, **_: Any) -> int:
+    """With d_input of the rows that are saved."""
+    rows = saved_rows(arrays, options, needs_grad).rows
+    return _logits_flops(arrays) + needs_grad.d_input * _matmul_flops(arrays, rows)
+
+
+def _saved_gradients_flops(arrays: Arrays, options: Options, needs_grad: NeedsGrad, **_: Any) -> int:
+    """With the logits and d_input of the rows that are not saved."""
+    rows = len(arrays.target) - saved_rows(arrays, options, needs_grad).rows
+    return _matmul_flops(arrays, rows) * (1 + needs_grad.d_input) + needs_grad.d_weight * _logits_flops(arrays)
+
+
+def _matmul_flops(arrays: Arrays, rows: int) -> int:
+    return 2 * rows * arrays.linear_weight.numel()
+
+
 def _loss_and_gradients_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
@@ -212,21 +238,35 @@ def _flattened(function: Callable[..., Any], made: Callable[..., Any]) -> Callab
     """Returns `made` in the form of an operator with those arguments of `function` that have no default. `made` takes
     them by name. The schema of an operator supports neither NamedTuples and dataclasses nor optional results, so the
     operator takes the fields of each group as separate arguments and returns a list of tensors."""
-    hints, given = get_type_hints(function), signature(function).parameters
-    kinds = {name: hints[name] for name, one in given.items() if one.default is Parameter.empty}
+    kinds = _kinds(function)
     fields: dict[str, Any] = {}
     for name, kind in kinds.items():
         fields |= get_type_hints(kind) if _is_group(kind) else {name: kind}
-    groups = [(name, kind, len(get_type_hints(kind)) if _is_group(kind) else 0) for name, kind in kinds.items()]
+    named = _grouping(kinds)
 
     def operator(*arguments: Any) -> list[Tensor]:
-        flat = iter(arguments)
-        named = {name: _group(make, islice(flat, size)) if size else next(flat) for name, make, size in groups}
-        return _tensors(made(**named))
+        return _tensors(made(**named(arguments)))
 
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in fields.items()]
     operator.__signature__ = Signature(parameters, return_annotation=list[Tensor])  # pyright: ignore[reportFunctionMemberAccess]
     return operator
+
+
+def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the types of the arguments of a function that have no default."""
+    hints, given = get_type_hints(function), signature(function).parameters
+    return {name: hints[name] for name, one in given.items() if one.default is Parameter.empty}
+
+
+def _grouping(kinds: dict[str, Any]) -> Callable[[Iterable[Any]], dict[str, Any]]:
+    """Returns a function from the arguments of an operator to those of its function, by name."""
+    groups = [(name, kind, len(get_type_hints(kind)) if _is_group(kind) else 0) for name, kind in kinds.items()]
+
+    def named(arguments: Iterable[Any]) -> dict[str, Any]:
+        flat = iter(arguments)
+        return {name: _group(make, islice(flat, size)) if size else next(flat) for name, make, size in groups}
+
+    return named
 
 
 def _group(make: Callable[..., Any], fields: Iterable[Any]) -> Any:
@@ -249,7 +289,13 @@ def _tensors(results: Any) -> list[Tensor]:
     return found
 
 
-def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], autograd: Any = None) -> None:
+def _register(
+    name: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
+) -> None:
     operator = IMPLEMENTATIONS[f"linear_ce::{name}"] = _flattened(function, function)
     schema = torch.library.infer_schema(operator, mutates_args=())
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -257,17 +303,26 @@ def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any],
     torch.library.register_fake(f"linear_ce::{name}", _flattened(function, fake), lib=_library)
     if autograd is not None:
         _library.impl(name, _flattened(function, autograd), "Autograd")
+    if flops is not None:
+        named, count = _grouping(_kinds(function)), flops
+        FORMULAS[name] = lambda *arguments, out_val: count(**named(arguments))
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # of the operators, by their names
 
 _library = torch.library.Library("linear_ce", "DEF")
-_register("loss_and_gradients", run_loss_and_gradients, _loss_and_gradients_fake, _loss_and_gradients_autograd)
-_register("losses", run_losses, _losses_fake, _losses_autograd)
-_register("log_probs", run_log_probs, _log_probs_fake, _log_probs_autograd)
-_register("gradients", run_gradients, _gradients_fake)
-_register("row_gradients", run_row_gradients, _gradients_fake)
-_register("token_loss", _token_loss_op, _token_loss_fake, _token_loss_autograd)
-_register("saved_losses", run_saved_losses, _saved_losses_fake, _saved_losses_autograd)
-_register("saved_gradients", run_saved_gradients, _gradients_fake)
+_register(
+    "loss_and_gradients",
+    run_loss_and_gradients,
+    _loss_and_gradients_fake,
+    _loss_and_gradients_autograd,
+    flops=_gradients_flops,
+)
+_register("losses", run_losses, _losses_fake, _losses_autograd, flops=_logits_flops)
+_register("log_probs", run_log_probs, _log_probs_fake, _log_probs_autograd, flops=_logits_flops)
+_register("gradients", run_gradients, _gradients_fake, flops=_gradients_flops)
+_register("row_gradients", run_row_gradients, _gradients_fake, flops=_gradients_flops)
+_register("token_loss", _token_loss_op, _token_loss_fake, _token_loss_autograd, flops=_gradients_flops)
+_register("saved_losses", run_saved_losses, _saved_losses_fake, _saved_losses_autograd, flops=_saved_losses_flops)
+_register("saved_gradients", run_saved_gradients, _gradients_fake, flops=_saved_gradients_flops)
 _register("scaled", _scaled_op, _scaled_fake)

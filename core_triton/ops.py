@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
-from core_triton import chunked, head_scatter, ranges, row_math
+from core_triton import chunked, flops, head_scatter, ranges, row_math
 from core_triton.device import library_settings
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import Arrays, LogProbs, Losses, Options, TokenWeights, grouped, kept
@@ -260,6 +260,7 @@ def _row_gradients(
     """Plan C's backward pass for losses of rows: the gradients of their sum, each multiplied by `upstream`."""
     if is_eager(arrays) or grad_into is not None:
         return run_row_gradients(arrays, options, upstream, lse, needs_grad, grad_into)
+    flops.offer()
     found = torch.ops.linear_ce.row_gradients(*arrays, *options, upstream, lse, *needs_grad)
     return grouped(Gradients, found, needs_grad)
 
@@ -276,6 +277,7 @@ def _gradients(
     """Plan C's backward pass for any coefficients: the gradients for the rows' `row_math.Coefficients`."""
     if is_eager(arrays) or grad_into is not None:
         return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad, grad_into)
+    flops.offer()
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
     return grouped(Gradients, found, needs_grad)
 
@@ -718,6 +720,7 @@ def below_autograd(
     and takes more host time."""
     if is_eager(call[0]) or grad_into is not None:
         return run(*call)
+    flops.offer()
     with torch._C._AutoDispatchBelowAutograd():
         return dispatched(*call)
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from core_triton import chunked, ops
+from core_triton import chunked, flops, ops
 from core_triton.device import library_settings
 from core_triton.groups import grouped, kept
 from core_triton.ops import Arrays, LogProbs, Losses, Options, TokenWeights
@@ -290,6 +290,7 @@ def _gradients(
     if ops.is_eager(arrays):
         in_place = not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
         return run_saved_gradients(arrays, options, factor, row_weight, lse, saved, needs_grad, in_place=in_place)
+    flops.offer()
     found = torch.ops.linear_ce.saved_gradients(*arrays, *options, factor, row_weight, lse, *saved, *needs_grad)
     return grouped(Gradients, found, needs_grad)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import ops, row_math, token_hook
+from core_triton import flops, ops, row_math, token_hook
 from core_triton.grad_into import AddsOnce
 from core_triton.groups import grouped, kept
 from core_triton.ops import Arrays, Losses, Options, TokenWeights
@@ -220,6 +220,7 @@ def token_loss_below_autograd(call: TokenCall) -> TokenLossResults:
     """Runs `run_token_loss` as `ops.below_autograd` does. An operator takes named losses only."""
     if ops.is_eager(call.arrays) or call.grad_into is not None or not isinstance(call.token_loss, Named):
         return run_token_loss(call)
+    flops.offer()
     with torch._C._AutoDispatchBelowAutograd():
         loss, *rest = _dispatched(call)
     saved = iter(rest)
