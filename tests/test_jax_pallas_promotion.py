@@ -100,6 +100,20 @@ def test_transformed_calls() -> None:
         same(found, gradients(call, several))
 
 
+@pytest.mark.parametrize("name", ["saved", "token_losses"])
+def test_compiled_calls_of_a_batch(name: str) -> None:
+    x, w, b, y = arrays_of("bfloat16")
+
+    def gradient(x: Array, y: Array) -> Array:
+        return jax.grad(CALLS[name])(x, w, b, y)
+
+    batch = jnp.stack([x, -x]), jnp.stack([y, y])
+    with strictly():
+        found = jax.vmap(jax.jit(gradient))(*batch)
+    jax.clear_caches()
+    same(found, jax.vmap(jax.jit(gradient))(*batch))
+
+
 def test_a_sum_is_added_to_grad_into() -> None:
     x, w, _, y = arrays_of("bfloat16")
 
