@@ -77,8 +77,10 @@ def same(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", CALLS)
+OTHER_DTYPES = ("options", "float32"), ("options", "float16"), ("saved", "float16"), ("token_loss", "float16")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in CALLS), *OTHER_DTYPES])
 def test_calls_return_what_they_return_by_default(name: str, dtype: str) -> None:
     arrays = arrays_of(dtype)
     with strictly():
