@@ -27,6 +27,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.sharding import get_abstract_mesh
 
+from jax_pallas import token_losses
 from jax_pallas.primitives import one_device
 from jax_pallas.token_hook import TokenFunction
 from jax_pallas.token_losses import Named
@@ -98,8 +99,9 @@ def trace_token_loss(
         return traced_loss.function, lambda: traced_loss.closure
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
-    if not isinstance(token_loss, Named) and getattr(token_loss, "__module__", None) == Named.__module__:
-        name = f"token_losses.{getattr(token_loss, '__name__', '')}"
+    name = "" if isinstance(token_loss, Named) else getattr(token_loss, "__name__", "")
+    if name and getattr(token_losses, name, None) is token_loss:
+        name = f"token_losses.{name}"
         raise TypeError(f"token_loss must be a loss, got {name}, which returns one: pass {name}()")
     length = tokens if not isinstance(tokens, int) else max(tokens, 2)  # the values of one token do not mix
     arguments = 1 + per_token

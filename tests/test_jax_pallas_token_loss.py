@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -948,6 +948,7 @@ def times(p: Array, factor: Array) -> Array:
 
 times.defvjp(lambda p, factor: (p * factor, (p, factor)), lambda saved, d: (d * saved[1], (d * saved[0]).sum()))
 
+NLL = token_losses.weighted_nll()
 ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "functions": lambda p, a: jnp.exp(p) * jnp.tanh(a) + jax.nn.softplus(p) + jax.nn.relu(a) + p**3 + jnp.abs(a) ** 0.5,
     "selection": lambda p, a: jnp.where(p > a, jnp.clip(p, -2.0, a), jnp.maximum(p, 0.5)) + jnp.sign(a),
@@ -959,6 +960,8 @@ ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "branch": lambda p, a: jax.lax.cond(TWELVE[1] > 0, lambda p: p * a, jnp.sin, p),
     "closure": lambda p, a: p * TWELVE.mean() + a * TWELVE[:1] + jnp.full_like(p, TWELVE[3]),
     "no tokens": lambda p, a: jnp.full_like(p, 2.0),
+    # functools.wraps gives it the module of the named losses
+    "wrapped": wraps(NLL)(lambda p, a: 2.0 * NLL(p, a)),  # pyright: ignore[reportArgumentType, reportCallIssue]
 }
 
 
