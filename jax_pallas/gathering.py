@@ -23,7 +23,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax_pallas import vocab_shard
 from jax_pallas.devices import Devices, aligned
 from jax_pallas.options import Arrays, Options, TokenOptions
-from jax_pallas.primitives import usual_promotion, vary_over
+from jax_pallas.primitives import vary_over
 from jax_pallas.problem import Gradients, NeedsGrad, Problem
 
 Static = Options | TokenOptions
@@ -200,7 +200,6 @@ def with_whole_head(rule: Any) -> Any:
         into = arrays[options.count - 1] if options.adds_in_backward else None
         return results_of(static, results, arrays), (residuals, into)
 
-    @usual_promotion
     def backward(static: Static, residuals: Any, cotangents: Any) -> Any:
         of_rule, into = residuals
         found = list(rule.bwd(static, of_rule, cotangents))

@@ -38,7 +38,6 @@ from jax_pallas.arguments import Call, check_are_arrays, check_per_token, prepar
 from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
 from jax_pallas.options import TokenOptions
-from jax_pallas.primitives import usual_promotion
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
 from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_ignore_index, check_integer, check_integer_dtype
@@ -609,7 +608,6 @@ def _token_loss(
     return _with_total(loss if scalar else loss.reshape(call.leading), *rest), of_tokens
 
 
-@usual_promotion
 def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> None:
     """Raises an error if a target is neither a class nor `ignore_index`. It waits for the device, to read the tensor.
 
@@ -644,7 +642,6 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         )
 
 
-@usual_promotion
 def check_token_loss(token_loss: Callable[..., Array], *per_token: Array, with_entropy: bool = False) -> None:
     """Raises an error if a token loss is not elementwise. `linear_token_loss` makes the same check at each trace.
 
@@ -669,7 +666,6 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array, with_e
     elementwise.trace_token_loss(token_loss, math.prod(leading), arguments)
 
 
-@usual_promotion
 def explain(
     input: Array,
     linear_weight: Array,

@@ -47,7 +47,7 @@ from jax_pallas.gathering import (
 from jax_pallas.launch import Lowering
 from jax_pallas.options import Arrays, Options
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
-from jax_pallas.primitives import differentiable, opaque, usual_promotion, vary_over, varying
+from jax_pallas.primitives import differentiable, opaque, vary_over, varying
 from jax_pallas.problem import (
     NO_GRADIENTS,
     Gradients,
@@ -91,7 +91,6 @@ def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, An
     return (options.devices.sum(losses.sum()), *statistics, *totals), (jax.tree.map(as_residual, gradients), scales)
 
 
-@usual_promotion
 def _loss_and_gradients_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     gradients, scales = residuals
     d_loss = dense(cotangents[0])
@@ -185,7 +184,6 @@ def row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     return (loss, *found), ((arrays, as_residual(of_rows.lse), entropy, needs_grad), None)
 
 
-@usual_promotion
 def row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     recomputed, made = residuals
     d_loss = dense(cotangents[0])
@@ -231,7 +229,6 @@ def log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     return (log_prob, entropy, lse), (arrays, as_residual(entropy), as_residual(lse), needs_grad)
 
 
-@usual_promotion
 def log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, needs_grad = residuals
     d_log_prob, *others = cotangents

@@ -216,7 +216,6 @@ def differentiable(name: str, function: Function, batched: Batched) -> Function:
     """
     # A trace of the tuple's tree took 0.2 s of a train call's compilation.
     primitive, bound, flat = _primitive(name, function, returns_tuple=True)
-    batched = usual_promotion(batched)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
         perturbed = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]

@@ -36,7 +36,7 @@ from jax_pallas.gathering import own_part
 from jax_pallas.launch import DeviceInfo, Lowering
 from jax_pallas.options import Arrays, Options
 from jax_pallas.plan import ExecutionPlan, Stage, why_unsaved
-from jax_pallas.primitives import opaque, usual_promotion
+from jax_pallas.primitives import opaque
 from jax_pallas.problem import (
     NO_GRADIENTS,
     NOTHING_COMPUTED,
@@ -167,7 +167,6 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     return results, (None, _residuals(arrays, found, saved, needs_grad))
 
 
-@usual_promotion
 def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     recomputed, kept = residuals
     if kept is None:
@@ -198,7 +197,6 @@ def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     return (0.0 - loss, found.entropy, found.lse), (None, _residuals(arrays, found, saved, needs_grad))
 
 
-@usual_promotion
 def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     recomputed, kept = residuals
     if kept is None:

@@ -11,6 +11,7 @@ from jax import Array
 from jax_pallas import row_math
 from jax_pallas.gathering import are_complete
 from jax_pallas.options import Arrays, Options
+from jax_pallas.primitives import usual_promotion
 from jax_pallas.problem import Gradients
 
 
@@ -40,6 +41,7 @@ def summed_over_devices(options: Options, gradients: Gradients, scales: Any, arr
     return Gradients(gradients.d_input, d_weight, d_bias), None if scales is None else (scales[0], head_scale)
 
 
+@usual_promotion  # for the backward rules, which JAX runs in the context of the caller
 def scaled(gradients: Gradients, factor: Array, scales: Any) -> Gradients:
     """Returns gradients times what came from upstream, rounded once."""
 

@@ -31,7 +31,7 @@ from jax_pallas.arguments import ARRAYS, check_are_arrays, check_per_token
 from jax_pallas.devices import axis_names, is_divided
 from jax_pallas.elementwise import TracedLoss, trace_token_loss
 from jax_pallas.linear_ce import LogProbs, LossStats
-from jax_pallas.primitives import usual_promotion, vary_over, varying
+from jax_pallas.primitives import vary_over, varying
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
 from linear_ce.spec import ArrayInfo, LossSpec, check_arrays
@@ -73,7 +73,6 @@ class Placement(NamedTuple):
         return math.prod(mesh.shape[name] for name in _names_of(part))
 
 
-@usual_promotion
 def linear_cross_entropy(
     input: Array,
     linear_weight: Array,
@@ -133,7 +132,6 @@ def linear_cross_entropy(
     return _named(linear_ce.linear_cross_entropy, (input, linear_weight, target), options, *axes)
 
 
-@usual_promotion
 def linear_cross_entropy_with_stats(
     input: Array,
     linear_weight: Array,
@@ -169,7 +167,6 @@ def linear_cross_entropy_with_stats(
     return _named(linear_ce.linear_cross_entropy_with_stats, (input, linear_weight, target), options, *axes)
 
 
-@usual_promotion
 def linear_log_probs(
     input: Array,
     linear_weight: Array,
@@ -205,7 +202,6 @@ def linear_log_probs(
     return _named(linear_ce.linear_log_probs, (input, linear_weight, target), options, *axes)
 
 
-@usual_promotion
 def linear_token_loss(
     input: Array,
     linear_weight: Array,
@@ -243,7 +239,6 @@ def linear_token_loss(
     return _named(linear_ce.linear_token_loss, arguments, options, *axes)
 
 
-@usual_promotion
 def linear_token_loss_with_stats(
     input: Array,
     linear_weight: Array,

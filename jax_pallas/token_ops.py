@@ -31,7 +31,7 @@ from jax_pallas.ops import (
 )
 from jax_pallas.options import Arrays, Options, TokenOptions
 from jax_pallas.plan import Stage
-from jax_pallas.primitives import differentiable, opaque, usual_promotion
+from jax_pallas.primitives import differentiable, opaque
 from jax_pallas.problem import NOTHING_COMPUTED, Gradients, NeedsGrad, plan_of
 from jax_pallas.scaling import scaled, summed_over_devices
 from jax_pallas.slicing import Slice
@@ -105,7 +105,6 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
     )
 
 
-@usual_promotion
 def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
     (gradients, of_tokens), scales, dtypes = residuals
     d_loss = dense(cotangents[0])
@@ -132,7 +131,6 @@ def _token_rows_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
     return _token_rows(token, *arrays), (arrays, needs_grad)
 
 
-@usual_promotion
 def _token_rows_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
     (log_prob, row_weight, *arrays), needs_grad = residuals
     upstream = jnp.where(row_weight != 0, row_weight * dense(cotangents[0]), 0.0)

@@ -2296,12 +2296,47 @@ TRAINER = (
         tests("flax_processes", "other_programs"),
     ),
 )
+OF_PROMOTION = tests("jax_pallas_promotion", "test")
+STRICT = 'with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):'
+PROMOTION = (
+    Mutation("jax_pallas/primitives.py", STRICT, "if True:", OF_PROMOTION),
+    Mutation(
+        "jax_pallas/primitives.py",
+        "Primitive(name), usual_promotion(function)",
+        "Primitive(name), function",
+        OF_PROMOTION,
+    ),
+    Mutation("jax_pallas/devices.py", "    @usual_promotion\n    def call", "    def call", OF_PROMOTION),
+    Mutation("jax_pallas/scaling.py", "@usual_promotion  # for", "# for", OF_PROMOTION),
+)
+
+OF_FLOPS = tests("core_triton_flops", "test")
+FLOPS = (
+    Mutation("core_triton/flops.py", "isinstance(registry, dict)", "False", OF_FLOPS),
+    Mutation(
+        "core_triton/ops.py",
+        "    flops.offer()\n    found = torch.ops.linear_ce.row_gradients",
+        "    found = torch.ops.linear_ce.row_gradients",
+        OF_FLOPS,
+    ),
+    Mutation(
+        "core_triton/operators.py",
+        "(1 + needs_grad.d_input + needs_grad.d_weight)",
+        "(2 + needs_grad.d_weight)",
+        OF_FLOPS,
+    ),
+    Mutation("core_triton/operators.py", "needs_grad.d_input * _matmul_flops(arrays, rows)", "0", OF_FLOPS),
+    Mutation("core_triton/operators.py", "len(arrays.target) - saved_rows(", "0 * saved_rows(", OF_FLOPS),
+)
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
     *(*ENTROPY_LOSSES, *FLOAT16, *FIRST_CHUNK, *JAX_FIRST, *PASSES, *SAME_LAUNCHES, *SCALE_OUT),
     *BENCHMARKS_TRAIN,
     *BENCHMARKS_HOSTS,
+    *PROMOTION,
+    *FLOPS,
     *HOSTS_TRANSFORMERS,
     *HOSTS_TRL,
     *HOSTS_JAX,

@@ -77,8 +77,10 @@ def same(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", CALLS)
+OTHER_DTYPES = ("options", "float32"), ("options", "float16"), ("saved", "float16"), ("token_loss", "float16")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in CALLS), *OTHER_DTYPES])
 def test_calls_return_what_they_return_by_default(name: str, dtype: str) -> None:
     arrays = arrays_of(dtype)
     with strictly():
@@ -98,6 +100,20 @@ def test_transformed_calls() -> None:
             found = gradients(call, several)
         jax.clear_caches()
         same(found, gradients(call, several))
+
+
+@pytest.mark.parametrize("name", ["saved", "token_losses"])
+def test_compiled_calls_of_a_batch(name: str) -> None:
+    x, w, b, y = arrays_of("bfloat16")
+
+    def gradient(x: Array, y: Array) -> Array:
+        return jax.grad(CALLS[name])(x, w, b, y)
+
+    batch = jnp.stack([x, -x]), jnp.stack([y, y])
+    with strictly():
+        found = jax.vmap(jax.jit(gradient))(*batch)
+    jax.clear_caches()
+    same(found, jax.vmap(jax.jit(gradient))(*batch))
 
 
 def test_a_sum_is_added_to_grad_into() -> None:
