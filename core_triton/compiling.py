@@ -20,7 +20,7 @@ def triton_obstacle(device: torch.device) -> str | None:
 @torch.compiler.disable(
     reason="the call is not one operator, because the token_loss of linear_token_loss is not one of "
     "core_triton.token_losses, because grad_into is given, because of DTensors, gather or sequence_parallel, or "
-    "because it is the backward pass of a call in eager mode"
+    "because it is the backward pass of an eager call for losses or log-probabilities of tokens"
 )
 def call_between_graphs(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Returns function(*arguments, **options), run in eager mode. With fullgraph=True that is an error."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from core_triton import gathered_tokens, ops, saved_ops, token_hook, token_ops
+from core_triton import gathered_tokens, ops, saved_ops, token_hook, token_losses, token_ops
 from core_triton.arguments import Call, Groups, check_per_token, prepare, spec_of
 from core_triton.dtensors import Gather, takes_dtensors
 from core_triton.explanation import Explanation, explained
@@ -562,8 +562,9 @@ def _check_is_loss(token_loss: Any) -> None:
     """Raises TypeError for what is not callable, and for a function of `token_losses` that was not called."""
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
-    if not isinstance(token_loss, Named) and getattr(token_loss, "__module__", None) == Named.__module__:
-        name = f"token_losses.{token_loss.__name__}"
+    name = "" if isinstance(token_loss, Named) else getattr(token_loss, "__name__", "")
+    if name and getattr(token_losses, name, None) is token_loss:
+        name = f"token_losses.{name}"
         raise TypeError(f"token_loss must be a loss, got {name}, which returns one: pass {name}()")
 
 

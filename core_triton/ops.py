@@ -139,11 +139,7 @@ def no_double_backward(backward: Backward) -> Backward:
     def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
-        if torch.compiler.is_dynamo_compiling():  # compiled autograd traces the backward passes of eager calls
-            from core_triton.compiling import call_between_graphs  # loads torch._dynamo
-
-            return call_between_graphs(backward, ctx, *d_outputs)
-        if _batched(d_outputs):
+        if not torch.compiler.is_dynamo_compiling() and _batched(d_outputs):
             raise RuntimeError(
                 "a backward pass of linear_cross_entropy, linear_log_probs or linear_token_loss takes one upstream "
                 "gradient, got a batch of them: use no is_grads_batched=True, vectorize=True or torch.vmap"
@@ -151,6 +147,21 @@ def no_double_backward(backward: Backward) -> Backward:
         return backward(ctx, *d_outputs)
 
     return checked
+
+
+def between_graphs(backward: Backward) -> Backward:
+    """Keeps a backward pass that runs plans out of the trace of compiled autograd, which traces the backward passes of
+    eager calls. The plans change PyTorch's settings for matmuls, and Dynamo makes their NamedTuples empty."""
+
+    @wraps(backward)
+    def called(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
+        if not torch.compiler.is_dynamo_compiling():
+            return backward(ctx, *d_outputs)
+        from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+        return call_between_graphs(backward, ctx, *d_outputs)
+
+    return called
 
 
 def _batched(upstream: tuple[Tensor | None, ...]) -> bool:
@@ -202,6 +213,7 @@ class RowLosses(torch.autograd.Function):
 
     @staticmethod
     @no_double_backward
+    @between_graphs
     def backward(ctx: Any, d_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         d_entropy = Losses(d_loss, *others).entropy  # pyright: ignore[reportArgumentType]
         if d_loss is None and d_entropy is None:
@@ -231,6 +243,7 @@ class RowLogProbs(torch.autograd.Function):
 
     @staticmethod
     @no_double_backward
+    @between_graphs
     def backward(
         ctx: Any, d_log_prob: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:

@@ -199,6 +199,7 @@ class SavedRowLosses(torch.autograd.Function):
 
     @staticmethod
     @ops.no_double_backward
+    @ops.between_graphs
     def backward(ctx: Any, d_loss: Tensor | None, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         arrays, (row_weight, lse, entropy) = Arrays(*saved[:5]), saved[5:8]

@@ -135,6 +135,8 @@ class LossSpec:
         softcap = None if self.softcap is None else check_float32("softcap", self.softcap)
         if softcap is not None and softcap <= 0.0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
+        if softcap is not None and softcap < FLOAT32_MIN:  # raw logits are divided by it
+            raise ValueError(f"softcap must fit float32, got {softcap}")
         vocab_size = None if self.vocab_size is None else check_integer("vocab_size", self.vocab_size)
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.compiled_autograd import _enable
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
@@ -199,6 +200,17 @@ def test_compiled_autograd_runs_the_backward_pass_of_an_eager_call(function: str
     want = torch.autograd.grad(eager(), leaves(arrays))
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(step, backend="aot_eager")()
+    torch.testing.assert_close([leaf.grad for leaf in leaves(arrays)], list(want))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_autograd_traces_a_backward_pass_that_scales_gradients() -> None:
+    """It runs no plan, so it does not divide the graph."""
+    arrays = problem()
+    want = torch.autograd.grad(total("mean", arrays), leaves(arrays))
+    value = total("mean", arrays)
+    with _enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        value.backward()
     torch.testing.assert_close([leaf.grad for leaf in leaves(arrays)], list(want))
 
 

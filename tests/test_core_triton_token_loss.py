@@ -2,7 +2,7 @@
 and errors."""
 
 import pickle
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -812,6 +812,9 @@ def test_check_token_loss_needs_two_tokens() -> None:
         core_triton.check_token_loss(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"token_loss must be a loss, got token_losses.grpo, which returns one"):
         core_triton.check_token_loss(token_losses.grpo)  # pyright: ignore[reportArgumentType]
+    named = token_losses.weighted_nll()
+    of_module: Any = wraps(named)  # gives a function the module of the named losses
+    core_triton.check_token_loss(of_module(lambda *arrays: 2 * named(*arrays)), torch.ones(2))
     with pytest.raises(
         ValueError, match=r"per_token\[1\] must have shape \(3,\) \(per_token\[0\]'s shape\), got \(4,\)"
     ):

@@ -178,7 +178,7 @@ ONE_FRAMEWORK_ONLY = {
             "kept_losses",
         ),
         # What token_ops.py takes from it, and what saved_ops.py does.
-        *("plan_a", "compute_row_weights", "no_double_backward"),
+        *("plan_a", "compute_row_weights", "no_double_backward", "between_graphs"),
         *("plan_c", "log_prob_gradients", "stage_of_plan_b", "losses_there", "recorded"),
         *("is_eager", "below_autograd"),  # for PyTorch's eager mode
         *("dispatched_loss_and_gradients", "dispatched_losses", "dispatched_log_probs"),  # call operators

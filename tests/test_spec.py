@@ -21,6 +21,7 @@ BAD_OPTIONS = [
     ({"z_loss_weight": float("inf")}, ValueError, "z_loss_weight must be finite, got inf"),
     ({"z_loss_weight": 1e39}, ValueError, "z_loss_weight must fit float32, got 1e+39"),
     ({"softcap": 1e300}, ValueError, "softcap must fit float32, got 1e+300"),
+    ({"softcap": 1e-50}, ValueError, "softcap must fit float32, got 1e-50"),
     ({"logit_scale": -1e300}, ValueError, "logit_scale must fit float32, got -1e+300"),
     ({"logit_scale": 10**400}, ValueError, f"logit_scale must be finite, got {10**400}"),
     ({"softcap": 0.0}, ValueError, "softcap must be positive or None, got 0.0"),
