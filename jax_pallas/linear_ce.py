@@ -38,6 +38,7 @@ from jax_pallas.arguments import Call, check_are_arrays, check_per_token, prepar
 from jax_pallas.devices import check_shards, devices_of, divides_explicit_axes
 from jax_pallas.explanation import Explanation, explained
 from jax_pallas.options import TokenOptions
+from jax_pallas.primitives import usual_promotion
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
 from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_ignore_index, check_integer, check_integer_dtype
@@ -642,6 +643,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         )
 
 
+@usual_promotion
 def check_token_loss(token_loss: Callable[..., Array], *per_token: Array, with_entropy: bool = False) -> None:
     """Raises an error if a token loss is not elementwise. `linear_token_loss` makes the same check at each trace.
 

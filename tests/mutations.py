@@ -2308,6 +2308,7 @@ PROMOTION = (
     ),
     Mutation("jax_pallas/devices.py", "    @usual_promotion\n    def call", "    def call", OF_PROMOTION),
     Mutation("jax_pallas/scaling.py", "@usual_promotion  # for", "# for", OF_PROMOTION),
+    Mutation("jax_pallas/linear_ce.py", "@usual_promotion\n", "", OF_PROMOTION),
 )
 
 OF_FLOPS = tests("core_triton_flops", "test")

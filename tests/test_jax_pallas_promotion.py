@@ -147,6 +147,7 @@ def test_checks_and_plans() -> None:
     with strictly():
         jax_pallas.check_targets(y, V)
         jax_pallas.check_token_loss(GRPO, ONES, -ONES, -ONES, with_entropy=True)
+        jax_pallas.check_token_loss(lambda log_prob, advantage: log_prob * (advantage > 0), ONES)  # float32 * bool
         assert "implementation: chunked" in str(jax_pallas.explain(x, w))
         with pytest.raises(ValueError, match=r"got 1 others: target\[0\] = 96"):
             jax_pallas.check_targets(y.at[0].set(V), V)

@@ -83,7 +83,7 @@ def loss_fn(head: Head | None = None, **options: Any) -> Callable[..., Any]:
         arguments |= {"target": target, "token_weight": mask.astype(jnp.float32)}
         package = package_for(arguments)
         if not hasattr(utils, "LossOutput"):
-            return package.linear_cross_entropy(**arguments, normalizer=jnp.sum(mask) + 1e-8)
+            return package.linear_cross_entropy(**arguments, normalizer=jnp.sum(arguments["token_weight"]) + 1e-8)
         total = package.linear_cross_entropy(**arguments, reduction="sum")
         metric = utils.WeightedMetric(total, jnp.sum(mask), eps=1e-8)
         return utils.LossOutput(primary_loss=metric, aux_metrics={})
