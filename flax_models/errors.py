@@ -5,6 +5,8 @@ Also the message of another exception, and a check that several commands make.
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -14,6 +16,15 @@ class RunError(Exception):
 
 class UsageError(RunError):
     """A wrong command line, whatever the files that it names contain."""
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Puts the name of an option before the message of a RunError."""
+    try:
+        yield
+    except RunError as error:
+        raise RunError(f"{option}: {error}") from None
 
 
 class Stopped(Exception):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flax_models.command_line import OneLineParser, one_line_errors
-from flax_models.errors import RunError, UsageError
+from flax_models.errors import RunError, UsageError, naming
 from flax_models.hub.adapter_folder import read_adapter_config
 from flax_models.hub.config import differing, read_config
 from flax_models.model.config import ModelConfig
@@ -62,7 +62,9 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         return _read_all(arguments, CONFIGS[early.config or "tiny"]), None
     defaults = fine_tuning(early.config, early.weights, _shape_of(early.weights, early.ignore_config_fields))
     if early.adapter is not None:
-        defaults = dataclasses.replace(defaults, lora=_adapter_of(early.adapter))
+        with naming("--adapter"):
+            adapter = read_adapter_config(early.adapter, trains=True)
+        defaults = dataclasses.replace(defaults, lora=adapter)
     config = _read_all(arguments, defaults)
     check_shape(config.model, early.weights, config.ignore_config_fields)
     if early.adapter is not None:
@@ -108,17 +110,8 @@ def _check_used(config: RunConfig, defaults: RunConfig) -> None:
 
 
 def _shape_of(weights: Path, ignored: Sequence[str]) -> ModelConfig:
-    try:
+    with naming("--weights"):
         return read_config(weights, ignored)
-    except RunError as error:
-        raise RunError(f"--weights: {error}") from None
-
-
-def _adapter_of(folder: Path) -> LoraConfig:
-    try:
-        return read_adapter_config(folder, trains=True)
-    except RunError as error:
-        raise RunError(f"--adapter: {error}") from None
 
 
 def check_shape(requested: ModelConfig, weights: Path, ignored: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from flax_models.data.packing import PackedSampler, describe_examples, pack_rows
 from flax_models.data.token_cache import describe_tokens, findings, read_or_encode
 from flax_models.data.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary, read_run_vocabulary
 from flax_models.display import Display
-from flax_models.errors import RunError
+from flax_models.errors import RunError, naming
 from flax_models.train.baselines import Baselines, baselines
 from flax_models.train.config import RunConfig, TrainConfig
 from flax_models.train.run_folder import read_record
@@ -70,11 +70,8 @@ def read_text(config: RunConfig, resumed: Path | None, display: Display) -> Text
     if resumed:
         vocabulary, origin = read_run_vocabulary(resumed), "from the run"
     elif source := config.weights or config.tokenizer:
-        option = "--weights" if config.weights else "--tokenizer"
-        try:
+        with naming("--weights" if config.weights else "--tokenizer"):
             vocabulary, origin = read_hub_vocabulary(source), f"from {source}"
-        except RunError as error:
-            raise RunError(f"{option}: {error}") from None
     else:
         cache = own_tokenizer.cache_folder()
         tokenizer, origin = own_tokenizer.load_or_train(corpus.train, config.model.vocab_size, cache)
