@@ -92,6 +92,13 @@ def test_lines_have_at_most_120_characters(path: Path) -> None:
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    "))] == []
 
 
+@pytest.mark.parametrize("path", PAGES[:-1], ids=lambda path: path.name)
+def test_powers_are_code(path: Path) -> None:
+    """Two of them in a paragraph would make what is between them bold."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert re.findall(r".*\d\*\*-?\d.*", text) == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_blocks_of_code_name_their_language(path: Path) -> None:
     """Then they are highlighted. Blocks that are only indented have no language."""
