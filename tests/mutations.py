@@ -2296,6 +2296,7 @@ TRAINER = (
         tests("flax_processes", "other_programs"),
     ),
 )
+
 OF_PROMOTION = tests("jax_pallas_promotion", "test")
 STRICT = 'with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):'
 PROMOTION = (
@@ -2309,6 +2310,60 @@ PROMOTION = (
     Mutation("jax_pallas/devices.py", "    @usual_promotion\n    def call", "    def call", OF_PROMOTION),
     Mutation("jax_pallas/scaling.py", "@usual_promotion  # for", "# for", OF_PROMOTION),
     Mutation("jax_pallas/linear_ce.py", "@usual_promotion\n", "", OF_PROMOTION),
+)
+
+OF_OPTIONS = tests("spec", "test")
+OPTIONS = (
+    Mutation("linear_ce/spec.py", "if not -FLOAT32_MAX <= number <= FLOAT32_MAX:", "if False:", OF_OPTIONS),
+    Mutation("linear_ce/spec.py", "if softcap is not None and softcap < FLOAT32_MIN:", "if False:", OF_OPTIONS),
+    Mutation(
+        "linear_ce/spec.py",
+        "number > FLOAT32_MAX or 0 < number < FLOAT32_MIN",
+        "False",
+        tests("core_triton_errors", "normalizer"),
+    ),
+    Mutation(
+        "core_triton/operators.py",
+        "if torch.is_grad_enabled() and task != -1:",
+        "if False:",
+        tests("core_triton_compile", "second_derivative"),
+    ),
+    Mutation(
+        "core_triton/ops.py",
+        "is_dynamo_compiling() and _batched(d_outputs):",
+        "is_dynamo_compiling() and False:",
+        tests("core_triton_autograd", "several_upstream"),
+    ),
+    Mutation(
+        "core_triton/ops.py",
+        "        return call_between_graphs(backward, ctx, *d_outputs)",
+        "        return backward(ctx, *d_outputs)",
+        tests("core_triton_compile", "compiled_autograd"),
+    ),
+    Mutation(
+        "core_triton/grad_into.py",
+        "grad_into.is_inference() and not",
+        "False and not",
+        tests("core_triton_grad_into", "inference_mode"),
+    ),
+    Mutation(
+        "core_triton/module.py",
+        "            self._check_class_weight(weight)",
+        "            pass",
+        tests("core_triton_module", "class_weights"),
+    ),
+    Mutation(
+        "core_triton/arguments.py",
+        '            _check_kind("normalizer", normalizer)',
+        "            pass",
+        tests("core_triton_autograd", "normalizer"),
+    ),
+    Mutation(
+        "jax_pallas/elementwise.py",
+        "if name and getattr(token_losses, name, None) is token_loss:",
+        "if name:",
+        tests("jax_pallas_token_loss", "elementwise_runs"),
+    ),
 )
 
 OF_FLOPS = tests("core_triton_flops", "test")
@@ -2337,6 +2392,7 @@ MUTATIONS = (
     *BENCHMARKS_TRAIN,
     *BENCHMARKS_HOSTS,
     *PROMOTION,
+    *OPTIONS,
     *FLOPS,
     *HOSTS_TRANSFORMERS,
     *HOSTS_TRL,
