@@ -2031,7 +2031,9 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/tunix.py", 'arguments["softcap"] / temperature', 'arguments["softcap"]', TUNIX),
     Mutation("jax_pallas/hosts/tunix.py", '.get("logit_scale", 1.0) / temp', '.get("logit_scale", 1.0) * temp', TUNIX),
     Mutation("jax_pallas/hosts/tunix.py", "    common.compute_per_token_logps.clear_cache()\n", "", TUNIX),
-    Mutation("jax_pallas/hosts/tunix.py", "normalizer=jnp.sum(mask) + 1e-8", "normalizer=1.0", TUNIX),
+    Mutation(
+        "jax_pallas/hosts/tunix.py", 'normalizer=jnp.sum(arguments["token_weight"]) + 1e-8', "normalizer=1.0", TUNIX
+    ),
     Mutation("jax_pallas/hosts/tunix.py", 'of_model["softcap"] = getattr(', 'of_model["z"] = getattr(', TUNIX),
     Mutation("jax_pallas/hosts/tunix.py", "        check_no_adapter(layer)\n", "        pass\n", TUNIX),
     Mutation(
