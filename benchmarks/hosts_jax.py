@@ -53,25 +53,12 @@ class Call(NamedTuple):
     bytes: int
 
 
-def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str, Any]:
-    """Returns the figures of a row; none without seconds, because nothing is compiled ahead.
-
-    Raises:
-        UnavailableError: a library is not installed.
-        ValueError: the loss or a gradient differs from the library's by more than rounding.
-    """
-    if seconds is None:
-        return {}
-    (found,) = measure_in_turns([row], seconds, kernels)
-    return found
-
-
 def measure_in_turns(rows: Sequence[Row], seconds: float, kernels: bool) -> list[dict[str, Any]]:
     """Returns the figures of rows that differ in the variant only, whose calls are timed in turns.
 
     Raises:
-        UnavailableError: as `measure`.
-        ValueError: as `measure`.
+        UnavailableError: a library is not installed.
+        ValueError: the loss or a gradient differs from the library's by more than rounding.
     """
     on_gpu = jax.default_backend() == "gpu"
     last: list[Any] = [None]  # the result of the last call; the device computes the calls in order

@@ -42,10 +42,10 @@ class Host(NamedTuple):
     """What is measured of a library.
 
     Args:
-        module: measures its rows.
+        module: measures its rows, with `measure` or, if in_turns, `measure_in_turns`.
         variants: in the order in which a process takes them, except those in `PERMANENT`.
         parts: (trainer, part) of the rows.
-        in_turns: the variants of a row are timed in turns, by `measure_in_turns` of the module.
+        in_turns: the variants of a row are timed in turns.
     """
 
     module: str

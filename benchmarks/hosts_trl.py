@@ -42,25 +42,12 @@ WORDS = 8  # of the tokenizer, which no batch uses
 LOGGING_STEPS = 10  # steps after which a trainer logs its metrics, trl's default
 
 
-def measure(row: Row, seconds: float | None, kernels: bool = False) -> dict[str, Any]:
-    """Returns the figures of a row; none without seconds, because nothing is compiled ahead.
-
-    Raises:
-        UnavailableError: a library is not installed.
-        ValueError: the loss or the gradient of the head differs from trl's by more than rounding.
-    """
-    if seconds is None:
-        return {}
-    (found,) = measure_in_turns([row], seconds, kernels)
-    return found
-
-
 def measure_in_turns(rows: Sequence[Row], seconds: float, kernels: bool) -> list[dict[str, Any]]:
     """Returns the figures of rows that differ in the variant only, whose steps are timed in turns.
 
     Raises:
-        UnavailableError: as `measure`.
-        ValueError: as `measure`.
+        UnavailableError: a library is not installed.
+        ValueError: the loss or the gradient of the head differs from trl's by more than rounding.
     """
     with from_nothing(), tempfile.TemporaryDirectory() as folder:
         before = allocated()
