@@ -40,7 +40,11 @@ INSIDE = 1e-3  # of a coefficient's scale: least squares start above zero, which
 MOST_SLOWER = 2.0  # percent that a choice may be slower than the best row measured
 
 # Of a coefficient that is zero now, for `PRIOR`.
-SCALES = CostCoefficients(1, 100, 100, 10, 0.1, 0.1, 0.05, 10, 10)
+SCALES = CostCoefficients(1, 100, 100, 10, 0.1, 0.1, 0.05, 10, 10, 0.1, 0.1, 10)
+SHARES = ("idle", "padded")  # coefficients that are at most 1
+UNLIMITED = "unlimited"
+# The rows of a few shapes do not determine what the power limit changes. These coefficients are fitted if named.
+FITTED = tuple(name for name in CostCoefficients._fields if name not in (*SHARES, UNLIMITED))
 
 Group = tuple[str, int, int, int, int]  # shape, and the choice of the plan if that is the floor; N, D, V, budget
 
@@ -190,10 +194,8 @@ def weighted(rows: Sequence[Sample], found: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def fit(
-    rows: Sequence[Sample], start: CostCoefficients, only: Sequence[str] = CostCoefficients._fields
-) -> CostCoefficients:
-    """Returns the coefficients of least squares, none negative.
+def fit(rows: Sequence[Sample], start: CostCoefficients, only: Sequence[str] = FITTED) -> CostCoefficients:
+    """Returns the coefficients of least squares, none negative and no share above 1.
 
     Args:
         rows: measured rows of one GPU and framework.
@@ -211,7 +213,8 @@ def fit(
     def objective(u: np.ndarray) -> np.ndarray:
         return np.concatenate([weighted(rows, residuals(rows, coefficients(u))), (u - origin) / PRIOR])
 
-    return coefficients(least_squares(objective, np.maximum(origin, INSIDE), bounds=(0, np.inf)).x)
+    most = np.array([1.0 if name in SHARES else np.inf for name in only]) / scale
+    return coefficients(least_squares(objective, np.clip(origin, INSIDE, most), bounds=(0, most)).x)
 
 
 def choice_of(rows: Sequence[Sample], coefficients: CostCoefficients) -> Sample:
@@ -277,10 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        default=CostCoefficients._fields,
+        default=FITTED,
         choices=CostCoefficients._fields,
         metavar="NAME",
-        help=f"coefficients to fit, the others stay (default: {' '.join(CostCoefficients._fields)})",
+        help=f"coefficients to fit, the others stay (default: all but {' '.join((*SHARES, UNLIMITED))})",
     )
     options = parser.parse_args(arguments)
     try:

@@ -15,6 +15,9 @@ axis, and P programs compute the tiles in waves.
     d_input     the iterations of the program that has most of them: `DInput`
 
 A matmul takes at least as long as its bytes take to move. The coefficients are in `cost_coefficients.py`.
+
+A GPU at its power limit has a higher clock while programs are idle, and a tile that multiplies padding takes less power
+too. So in long calls idle programs and padded rows cost less than their share of the time: `Counted`.
 """
 
 import math
@@ -103,9 +106,33 @@ class Call(NamedTuple):
     def head_bytes(self) -> int:
         return 2 * self.classes * self.hidden
 
+    @property
+    def counted(self) -> "Counted":
+        """What of the time of idle programs and of padded rows counts in this call."""
+        c = self.coefficients
+        if not (c.idle or c.padded):
+            return Counted(1.0, 1.0)
+        at_limit = max(0.0, 1.0 - c.unlimited / least_ms(self, 1))
+        return Counted(1.0 - c.idle * at_limit, 1.0 - c.padded * at_limit)
+
     def memory_ns(self, size: float) -> float:
         """Returns how long device memory takes to move `size` bytes."""
         return size / GPUS[self.gpu].bandwidth * 1e9
+
+
+class Counted(NamedTuple):
+    """The shares, 0 to 1, of the time of idle programs and of padded rows that a call takes longer."""
+
+    idle: float
+    padded: float
+
+    def of_programs(self, most: float, mean: float) -> float:
+        """Returns the work of the program with the most, without what does not count of the others' idle time."""
+        return most - (1.0 - self.idle) * max(0.0, most - mean)
+
+    def of_rows(self, rows: int, computed: int) -> float:
+        """Returns the rows that count where `computed` are multiplied, padding included."""
+        return rows + self.padded * (computed - rows)
 
 
 class DInput(NamedTuple):
@@ -152,8 +179,10 @@ def library_d_input(call: Call, rows: int) -> DInput:
 
 def logits_ns(call: Call, rows: int) -> float:
     """Returns how long the exponentials of a chunk take."""
-    c = call.coefficients
-    waves = cdiv(cdiv(rows, ROW_BLOCK) * cdiv(call.classes, call.block_v), call.programs)
+    c, blocks, counted = call.coefficients, cdiv(rows, ROW_BLOCK), call.counted
+    tiles = blocks * cdiv(call.classes, call.block_v)
+    waves = counted.of_programs(cdiv(tiles, call.programs), tiles / call.programs)
+    waves *= counted.of_rows(rows, blocks * ROW_BLOCK) / (blocks * ROW_BLOCK)
     size = cdiv(2 * rows * call.hidden, GROUP_BYTES) * call.head_bytes + 2 * rows * (call.classes + call.hidden)
     matmul = waves * (c.multiply * call.hidden + c.logits_tile) * call.block_v / WIDEST
     return max(matmul, call.memory_ns(size))
@@ -172,8 +201,9 @@ def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
     size = moved + missed + 2 * rows * call.classes
     # L2 reads what it adds to from device memory too, so `size` includes it. But no program waits for it.
     in_l2 = call.share_in_l2(rows) * call.d_weight_bytes if adds else 0.0
-    inner = cdiv(rows, call.row_step) * call.row_step
-    matmul = waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
+    inner = call.counted.of_rows(rows, cdiv(rows, call.row_step) * call.row_step)
+    counted = call.counted.of_programs(waves, tiles / call.programs)
+    matmul = counted * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
     matmul += c.exposed * call.memory_ns(moved - in_l2) + c.missed * call.memory_ns(missed)
     return max(matmul, call.memory_ns(size))
 
@@ -182,7 +212,11 @@ def d_input_ns(call: Call, rows: int, found: DInput) -> float:
     """Returns how long the d_input of a chunk takes."""
     c = call.coefficients
     width = (found.tile_rows + c.narrow) / (WIDEST + c.narrow)
-    matmul = c.multiply * found.classes * width * (1 + c.tail * found.tail_share)
+    blocks, counted = cdiv(rows, found.tile_rows), call.counted
+    mean = blocks * cdiv(call.hidden, D_BLOCK) * call.classes / call.programs
+    classes = counted.of_programs(found.classes, mean)
+    classes *= counted.of_rows(rows, blocks * found.tile_rows) / (blocks * found.tile_rows)
+    matmul = c.multiply * classes * width * (1 + c.tail * found.tail_share)
     return max(matmul, call.memory_ns(call.head_bytes + 2 * rows * call.classes)) + call.memory_ns(
         2 * found.partial_bytes
     )

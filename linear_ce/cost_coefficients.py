@@ -16,6 +16,11 @@ class CostCoefficients(NamedTuple):
     missed: float  # the same share of bytes that are read again because they do not stay in L2
     chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
     call: float  # us of a call's small kernels
+    # Of a call at the power limit: the shares of the time of idle programs and of padded rows that it does not take
+    # longer, and ms: the longer a call is than this, the more of it is at the limit. 0: nothing was fitted.
+    idle: float = 0.0
+    padded: float = 0.0
+    unlimited: float = 0.0
 
 
 # `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 47
@@ -37,7 +42,7 @@ class CostCoefficients(NamedTuple):
 # the first 191 was no better.
 # Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
 # the times of a tile in proportion to those that core_triton had on an H200 before the fit (12.5, 2,300 and 200 ns).
-H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
+H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0, 0.65, 0.5, 32.0)
 A100_ANY = CostCoefficients(25.0, 4600.0, 400.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 L40S_ANY = CostCoefficients(28.0, 5200.0, 450.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)

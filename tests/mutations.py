@@ -238,9 +238,22 @@ TORCH_ROWS = (
 CONTRACT = (
     Mutation(
         "linear_ce/chunk_cost.py",
-        "inner = cdiv(rows, call.row_step) * call.row_step",
-        "inner = rows",
+        "of_rows(rows, cdiv(rows, call.row_step) * call.row_step)",
+        "of_rows(rows, rows)",
         tests("chunk_cost", "padded"),
+    ),
+    Mutation(
+        "linear_ce/chunk_cost.py",
+        "1.0 - c.unlimited / least_ms(self, 1)",
+        "least_ms(self, 1) / c.unlimited - 1.0",
+        tests("chunk_cost", "power_limit"),
+    ),
+    Mutation("linear_ce/chunk_cost.py", "(1.0 - self.idle) *", "self.idle *", tests("chunk_cost", "power_limit")),
+    Mutation(
+        "linear_ce/chunk_cost.py",
+        "classes *= counted.of_rows(rows, blocks",
+        "classes *= counted.of_rows(rows, 1.1 * blocks",
+        tests("chunk_cost", "power_limit"),
     ),
     Mutation(
         "linear_ce/chunk_cost.py",

@@ -113,6 +113,33 @@ def test_waves_count() -> None:
     assert by_kernel > 1.9 * by_library
 
 
+def test_at_the_power_limit_idle_programs_and_padded_rows_cost_less() -> None:
+    """A long call pays for shares of them, up to 1 - `idle` and 1 - `padded`; a short one for all."""
+    usual = COEFFICIENTS["h200", "torch"]
+    shape = 4096, 66 * 256 + 1  # 67 class blocks: two waves of 132 programs for two row blocks
+    paid = call(shape=shape, adds_in_l2=False)
+    limit = chunk_cost.least_ms(paid, 1) / 4  # of such a call 3/4 is at the limit
+    free = paid._replace(coefficients=usual._replace(idle=0.8, padded=0.4, unlimited=limit))
+    assert free.counted == (pytest.approx(1 - 0.75 * 0.8), pytest.approx(1 - 0.75 * 0.4))
+    tiles, one_wave = 2 * 67, chunk_cost.logits_ns(paid, 256) / 2
+    waves = 2 - 0.6 * (2 - tiles / 132)
+    assert chunk_cost.logits_ns(free, 256) == pytest.approx(waves * one_wave)
+    assert chunk_cost.logits_ns(free, 192) == pytest.approx(waves * one_wave * (256 - 0.3 * 64) / 256)
+
+    of_memory = usual.exposed * paid.memory_ns(paid.d_weight_bytes)
+    times = (chunk_cost.d_weight_ns(of, 272, adds=False) - of_memory for of in (paid, free))
+    most, mean = -(-67 * 32 // 132), 67 * 32 / 132  # tiles of d_weight, whose steps have 32 rows
+    tile, shorter = (usual.multiply * rows + usual.d_weight_tile for rows in (288, 272 + 0.7 * 16))
+    assert [*times] == pytest.approx([most * tile, (most - 0.6 * (most - mean)) * shorter])
+
+    found = chunk_cost.DInput(256, 2.0 * paid.classes, 0.0, 0)  # two tiles of a program, and 64 in all
+    ratio = chunk_cost.d_input_ns(free, 448, found) / chunk_cost.d_input_ns(paid, 448, found)
+    assert ratio == pytest.approx((2 - 0.6 * (2 - 64 / 132)) / 2 * (512 - 0.3 * 64) / 512)
+    short = free._replace(coefficients=free.coefficients._replace(unlimited=5 * limit))
+    for of in (chunk_cost.logits_ns, lambda of, rows: chunk_cost.d_weight_ns(of, rows, adds=True)):
+        assert of(short, 272) == of(paid, 272)
+
+
 def test_tiles_of_half_the_classes_take_half_the_time() -> None:
     """The kernel of compute capability 8.x has tiles of 128 classes, and two programs share a multiprocessor."""
     slow = COEFFICIENTS["a100", "torch"]._replace(multiply=1000.0, exposed=0.0)
