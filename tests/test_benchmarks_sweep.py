@@ -506,15 +506,11 @@ def test_the_estimate_of_a_choice_takes_other_coefficients() -> None:
     assert choice.ms(choice.call.coefficients._replace(multiply=30.0)) > 2 * choice.ms()
 
 
-# Calls whose choice was more than 2% slower than the best row of the sweep.
+# Calls whose choice is more than 2% slower than the best row of the sweep.
 SLOWER = {
-    ("h200", "torch"): {("long", "tight")},
+    ("h200", "torch"): set[tuple[str, str]](),
     ("h100", "torch"): {("falcon-7b", "tight"), ("gemma-2b", "tight"), ("minicpm-2b", "tight")},
-    ("h200", "jax"): {
-        ("llama4-scout", "tight"),
-        ("gemma2-2b-n32768", "tight"),
-        ("gemma2-2b-n65536", "tight"),
-    },
+    ("h200", "jax"): set[tuple[str, str]](),
 }
 
 
