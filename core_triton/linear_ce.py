@@ -35,7 +35,7 @@ from core_triton.explanation import Explanation, explained
 from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
-from linear_ce.spec import HeadPrecision, Reduction, check_ignore_index, check_integer, check_integer_dtype
+from linear_ce.spec import HeadPrecision, Reduction, check_ignore_index, check_integer_dtype, check_vocab_size
 from linear_ce.statistics import BY_ROW, LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 
@@ -578,7 +578,8 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
 
     Raises:
         TypeError: target is not a tensor of integers, or vocab_size or ignore_index is not an int.
-        ValueError: names how many there are, and the first positions with their values.
+        ValueError: vocab_size is below 1, or there are such targets: names how many, and the first positions with their
+            values.
 
     Example:
         >>> import torch, core_triton
@@ -587,7 +588,7 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
     check_integer_dtype("target", str(target.dtype).removeprefix("torch."))
-    vocab_size, ignore_index = check_integer("vocab_size", vocab_size), check_ignore_index(ignore_index)
+    vocab_size, ignore_index = check_vocab_size(vocab_size), check_ignore_index(ignore_index)
     values = target.long()  # PyTorch does not compare unsigned integers of 16 bits or more
     bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = bad.nonzero()

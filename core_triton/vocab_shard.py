@@ -158,6 +158,11 @@ def group_of(name: str) -> "dist.ProcessGroup":
 
 def check_group(name: str, group: Any) -> "dist.ProcessGroup":
     """Returns a process group; raises TypeError or ValueError if it is none, or if this rank is not in it."""
+    if dist.is_available() and isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{name} must be a process group that this rank is in, got GroupMember.NON_GROUP_MEMBER: "
+            "torch.distributed.new_group returns it on all other ranks"
+        )
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         kind = type(group).__name__
         hint = ": pass mesh.get_group()" if kind == "DeviceMesh" else ""

@@ -41,7 +41,7 @@ from jax_pallas.options import TokenOptions
 from jax_pallas.primitives import usual_promotion
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_ignore_index, check_integer, check_integer_dtype
+from linear_ce.spec import HeadPrecision, LossSpec, Reduction, check_ignore_index, check_integer_dtype, check_vocab_size
 from linear_ce.statistics import (
     BY_ROW,
     D_ENTROPY,
@@ -620,7 +620,8 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
     Raises:
         TypeError: target is traced, and so has no values yet, or is not an array of integers, or vocab_size or
             ignore_index is not an int.
-        ValueError: names how many there are, and the first positions with their values.
+        ValueError: vocab_size is below 1, or there are such targets: names how many, and the first positions with their
+            values.
 
     Example:
         >>> import jax.numpy as jnp
@@ -631,7 +632,7 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         raise TypeError("target must be a concrete array, got a tracer: call check_targets outside jit, grad and vmap")
     check_are_arrays({"target": target})
     check_integer_dtype("target", str(target.dtype))
-    vocab_size, ignore_index = check_integer("vocab_size", vocab_size), check_ignore_index(ignore_index)
+    vocab_size, ignore_index = check_vocab_size(vocab_size), check_ignore_index(ignore_index)
     values = np.asarray(target)
     bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = np.argwhere(bad)

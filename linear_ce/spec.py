@@ -23,12 +23,14 @@ FLOAT32_MAX, FLOAT32_MIN = (2 - 2.0**-23) * 2.0**127, 2.0**-149  # the largest a
 
 
 def check_number(name: str, value: Any) -> float:
-    """Returns `value` as a finite float; names the argument otherwise."""
+    """Returns `value` as a float in the range of float32; names the argument otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
     number = _float(value)
     if not -math.inf < number < math.inf:  # math.isfinite would stop torch.compile with dynamic shapes
         raise ValueError(f"{name} must be finite, got {value}")
+    if not -FLOAT32_MAX <= number <= FLOAT32_MAX:
+        raise ValueError(f"{name} must fit float32, got {number}")
     return number
 
 
@@ -40,14 +42,6 @@ def _float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def check_float32(name: str, value: Any) -> float:
-    """Returns `value` as a float in the range of float32; names the argument otherwise."""
-    number = check_number(name, value)
-    if not -FLOAT32_MAX <= number <= FLOAT32_MAX:
-        raise ValueError(f"{name} must fit float32, got {number}")
-    return number
-
-
 def check_flag(name: str, value: Any) -> bool:
     """Returns `value` if it is a bool; names the argument otherwise."""
     if not isinstance(value, bool):
@@ -56,7 +50,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_not_negative(name: str, value: Any) -> float:
-    """Returns `value` as a finite float that is not negative; names the argument otherwise."""
+    """Returns `value` as a float in the range of float32 that is not negative; names the argument otherwise."""
     number = check_number(name, value)
     if number < 0.0:
         raise ValueError(f"{name} must not be negative, got {number}")
@@ -68,6 +62,14 @@ def check_integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a Python int, got {type(value).__name__}")
     return int(value)
+
+
+def check_vocab_size(value: Any) -> int:
+    """Returns a number of classes as an int of at least 1; raises TypeError or ValueError otherwise."""
+    vocab_size = check_integer("vocab_size", value)
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+    return vocab_size
 
 
 def check_ignore_index(value: Any) -> int:
@@ -131,15 +133,13 @@ class LossSpec:
         smoothing = check_number("label_smoothing", self.label_smoothing)
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {smoothing}")
-        z_loss_weight = check_float32("z_loss_weight", check_not_negative("z_loss_weight", self.z_loss_weight))
-        softcap = None if self.softcap is None else check_float32("softcap", self.softcap)
+        z_loss_weight = check_not_negative("z_loss_weight", self.z_loss_weight)
+        softcap = None if self.softcap is None else check_number("softcap", self.softcap)
         if softcap is not None and softcap <= 0.0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
         if softcap is not None and softcap < FLOAT32_MIN:  # raw logits are divided by it
             raise ValueError(f"softcap must fit float32, got {softcap}")
-        vocab_size = None if self.vocab_size is None else check_integer("vocab_size", self.vocab_size)
-        if vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
+        vocab_size = None if self.vocab_size is None else check_vocab_size(self.vocab_size)
         head_precision = "input" if self.head_precision is None else self.head_precision
         head_precision = check_choice("head_precision", head_precision, HEAD_PRECISIONS)
         ignore_index = check_ignore_index(self.ignore_index)
@@ -148,7 +148,7 @@ class LossSpec:
         object.__setattr__(self, "label_smoothing", smoothing)
         object.__setattr__(self, "z_loss_weight", z_loss_weight)
         object.__setattr__(self, "softcap", softcap)
-        object.__setattr__(self, "logit_scale", check_float32("logit_scale", self.logit_scale))
+        object.__setattr__(self, "logit_scale", check_number("logit_scale", self.logit_scale))
         object.__setattr__(self, "vocab_size", vocab_size)
         object.__setattr__(self, "head_precision", head_precision)
 

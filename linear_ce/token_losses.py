@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from linear_ce.spec import check_float32, check_not_negative
+from linear_ce.spec import check_not_negative
 
 KLS = ("k1", "k2", "k3")  # estimates of the KL divergence
 
@@ -18,5 +18,4 @@ PER_TOKEN: dict[str, tuple[str, ...]] = {
 
 def check_epsilons(epsilon_low: Any, epsilon_high: Any) -> tuple[float, float]:
     """Returns how far a ratio may be below and above 1, as floats in the range of float32 that are not negative."""
-    low = check_float32("epsilon_low", check_not_negative("epsilon_low", epsilon_low))
-    return low, check_float32("epsilon_high", check_not_negative("epsilon_high", epsilon_high))
+    return check_not_negative("epsilon_low", epsilon_low), check_not_negative("epsilon_high", epsilon_high)

@@ -79,7 +79,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "vocab_size must not exceed linear_weight's 50 rows, got 51",
     ),
-    "vocab_size zero": ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1 or None, got 0"),
+    "vocab_size zero": ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0"),
     "vocab_size float": ({"vocab_size": 50.0}, TypeError, "vocab_size must be a Python int, got float"),
     "ignore_index float": ({"ignore_index": 0.5}, TypeError, "ignore_index must be a Python int, got float"),
     "ignore_index none": (
@@ -229,6 +229,7 @@ def test_check_targets_takes_unsigned_integers(dtype: torch.dtype) -> None:
         ({"ignore_index": 2**70}, "ignore_index must fit int64, got 1180591620717411303424"),
         ({"vocab_size": None}, "vocab_size must be a Python int, got NoneType"),
         ({"vocab_size": 2.5}, "vocab_size must be a Python int, got float"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
         ({"vocab_size": torch.Size((10, 8))}, "vocab_size must be a Python int, got Size"),
         ({"ignore_index": None}, "ignore_index must be a Python int, got NoneType"),
     ],

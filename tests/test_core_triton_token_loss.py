@@ -580,6 +580,7 @@ BAD_PARAMETERS: list[tuple[Any, type[Exception], str]] = [
         "epsilon_high must be finite, got inf",
     ),
     (lambda: token_losses.grpo(beta=ANY), TypeError, "beta must be a Python number, got str"),
+    (lambda: token_losses.reinforce(entropy_weight=1e39), ValueError, r"entropy_weight must fit float32, got 1e\+39"),
     (lambda: token_losses.reinforce(0.1, "k4"), ValueError, "kl must be one of 'k1', 'k2', 'k3', got 'k4'"),
 ]
 
@@ -593,7 +594,7 @@ def test_a_ratio_at_a_bound_is_not_clipped(low: float, high: float) -> None:
         torch.testing.assert_close(found, (-given, -torch.ones(2)))
 
 
-@pytest.mark.parametrize(("make", "kind", "message"), BAD_PARAMETERS, ids=["low", "high", "beta", "kl"])
+@pytest.mark.parametrize(("make", "kind", "message"), BAD_PARAMETERS, ids=["low", "high", "beta", "entropy", "kl"])
 def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         make()

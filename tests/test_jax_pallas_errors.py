@@ -76,7 +76,7 @@ BAD_OPTIONS: Bad = {
         ValueError,
         "vocab_size must not exceed linear_weight's 50 rows, got 51",
     ),
-    "vocab_size zero": ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1 or None, got 0"),
+    "vocab_size zero": ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0"),
     "vocab_size float": ({"vocab_size": 50.0}, TypeError, "vocab_size must be a Python int, got float"),
     "ignore_index float": ({"ignore_index": 0.5}, TypeError, "ignore_index must be a Python int, got float"),
     "ignore_index none": (
@@ -237,13 +237,14 @@ def test_check_targets_takes_arrays_of_integers(target: Any, message: str) -> No
     [
         ({"vocab_size": None}, "vocab_size must be a Python int, got NoneType"),
         ({"vocab_size": 2.5}, "vocab_size must be a Python int, got float"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
         ({"vocab_size": (10, 8)}, "vocab_size must be a Python int, got tuple"),
         ({"ignore_index": None}, "ignore_index must be a Python int, got NoneType"),
     ],
 )
 def test_check_targets_names_a_wrong_option(change: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"vocab_size": 10} | change
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         check_targets(jnp.array([0]), **options)
 
 

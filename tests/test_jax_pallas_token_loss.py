@@ -518,6 +518,7 @@ def test_a_ratio_at_a_bound_is_not_clipped(low: float, high: float) -> None:
         (lambda: token_losses.grpo(beta=True), TypeError, "beta must be a Python number, got bool"),
         (lambda: token_losses.cispo(entropy_weight=math.nan), ValueError, "entropy_weight must be finite, got nan"),
         (lambda: token_losses.cispo(epsilon_high=math.inf), ValueError, "epsilon_high must be finite"),
+        (lambda: token_losses.reinforce(1e39), ValueError, r"beta must fit float32, got 1e\+39"),
     ],
 )
 def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:

@@ -29,7 +29,7 @@ BAD_OPTIONS = [
     ({"softcap": "30"}, TypeError, "softcap must be a Python number, got str"),
     ({"logit_scale": None}, TypeError, "logit_scale must be a Python number, got NoneType"),
     ({"logit_scale": float("-inf")}, ValueError, "logit_scale must be finite, got -inf"),
-    ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1 or None, got 0"),
+    ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0"),
     ({"vocab_size": 7.0}, TypeError, "vocab_size must be a Python int, got float"),
     *(
         ({"head_precision": value}, ValueError, f"head_precision must be one of 'input', 'float32', got {value!r}")

@@ -272,6 +272,11 @@ def check_errors(rank: int, ranks: int) -> None:
     world, loss = dist.group.WORLD, cast("Any", core_triton.linear_cross_entropy)
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "vocab_group must be a torch.distributed.ProcessGroup", lambda: loss(x, w, target, vocab_group=1)),
+        (
+            ValueError,
+            "vocab_group must be a process group that this rank is in, got GroupMember.NON_GROUP_MEMBER: torch",
+            lambda: loss(x, w, target, vocab_group=dist.GroupMember.NON_GROUP_MEMBER),
+        ),
         (ValueError, "reduce_dtype must be", lambda: loss(x, w, target, reduce_dtype=torch.float16)),
         (
             ValueError,
