@@ -227,7 +227,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     # Mosaic's interpreter is slow, so the quick suite runs one shape for each branch of each kernel.
     "test_jax_pallas_hopper_logits.py": (
-        "test_sums_without_stored_exponentials[deep]",
+        "test_sums_without_stored_exponentials[deep-0]",
         "test_d_logits[vocab_chunk-True]",
         "test_statistics[vocab_chunk]",
         "test_statistics_of_masked_classes",

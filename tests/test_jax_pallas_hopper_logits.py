@@ -251,16 +251,21 @@ def test_exponentials(name: str) -> None:
     assert not e[call.rows :].any()
 
 
+@pytest.mark.parametrize("statistics", [0, ENTROPY])
 @pytest.mark.parametrize("name", cases(("odd", "deep"), ("deep",)))
-def test_sums_without_stored_exponentials(name: str) -> None:
+def test_sums_without_stored_exponentials(name: str, statistics: int) -> None:
+    """Rows of the head past the last class are NaN."""
     call = CALLS[name]
     drawn = call.drawn()
-    e, sums, tops, *_, others = run_exponentials(call, drawn, stores=False, statistics=0)
+    drawn["w"] = replaced(drawn["w"], slice(call.classes, None), np.nan)
+    e, sums, tops, *_, others = run_exponentials(call, drawn, stores=False, statistics=statistics)
     assert e is None
     assert tops is None
-    assert not others
-    exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
-    close(sums, exponentials.sum(1), FLOAT32)
+    exponents = call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None]
+    close(sums, np.exp2(exponents).sum(1), FLOAT32)
+    assert [*others] == ["exp_logs"] * (statistics == ENTROPY)
+    for found in others.values():
+        close(found, (np.exp2(exponents) * exponents).sum(1) * np.log(2), 1e-5)
 
 
 @NAN
