@@ -188,8 +188,12 @@ def logits_ns(call: Call, rows: int) -> float:
     return max(matmul, call.memory_ns(size))
 
 
-def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
-    """Returns how long the d_weight of a chunk takes, written or added to what is there."""
+def d_weight_ns(call: Call, rows: int, *, adds: bool, classes: int | None = None) -> float:
+    """Returns how long the d_weight of a chunk takes, written or added to what is there; with `classes` that of a piece
+    of so many."""
+    counted = call.counted
+    if classes is not None:
+        call = call._replace(classes=classes)
     c, d_blocks = call.coefficients, cdiv(call.d_weight_hidden, D_BLOCK)
     tiles = cdiv(call.classes, call.class_block) * d_blocks
     waves = cdiv(tiles, call.programs) if call.d_weight_kernel else tiles / call.programs
@@ -201,9 +205,9 @@ def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
     size = moved + missed + 2 * rows * call.classes
     # L2 reads what it adds to from device memory too, so `size` includes it. But no program waits for it.
     in_l2 = call.share_in_l2(rows) * call.d_weight_bytes if adds else 0.0
-    inner = call.counted.of_rows(rows, cdiv(rows, call.row_step) * call.row_step)
-    counted = call.counted.of_programs(waves, tiles / call.programs)
-    matmul = counted * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
+    inner = counted.of_rows(rows, cdiv(rows, call.row_step) * call.row_step)
+    counted_waves = counted.of_programs(waves, tiles / call.programs)
+    matmul = counted_waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
     matmul += c.exposed * call.memory_ns(moved - in_l2) + c.missed * call.memory_ns(missed)
     return max(matmul, call.memory_ns(size))
 
@@ -227,7 +231,7 @@ def chunk_ns(call: Call, chunk: Chunk, *, adds: bool) -> float:
     total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes) + logits_ns(call, chunk.kernel_rows)
     if call.d_weight:
         pieces = Counter(chunk.pieces or (call.classes,))
-        times = {size: d_weight_ns(call._replace(classes=size), chunk.rows, adds=adds) for size in pieces}
+        times = {size: d_weight_ns(call, chunk.rows, adds=adds, classes=size) for size in pieces}
         total += sum(number * times[size] for size, number in pieces.items()) + call.piece_ns * (pieces.total() - 1)
     if chunk.d_input is not None:
         total += d_input_ns(call, chunk.kernel_rows, chunk.d_input)

@@ -41,8 +41,8 @@ class CostCoefficients(NamedTuple):
 # With `idle`, `padded` and `unlimited` no choice is more than 2% slower than the best row, and the estimate is within
 # 1.9% of the times of one shape and budget, root mean square; without them three are, and it is within 2.3%. A fit of
 # the other coefficients to the first 191 calls was no better than the present ones.
-# `padded` and `unlimited` of core_triton on an H200 change one of the 264 choices of its sweep: Llama's head with 65,536
-# tokens in 256 MiB has 992 rows, not 896, which took 1.025 times as long as 768.
+# `padded` and `unlimited` of core_triton on an H200 change one of the 264 choices of its sweep: Llama's head with
+# 65,536 tokens in 256 MiB has 992 rows, not 896, which took 1.025 times as long as 768.
 # Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
 # the times of a tile in proportion to those that core_triton had on an H200 before the fit (12.5, 2,300 and 200 ns).
 H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0, 0.65, 0.5, 32.0)

@@ -511,15 +511,15 @@ def test_few_pieces_are_preferred_to_less_memory() -> None:
 def test_the_logits_of_all_pieces_are_one_launch() -> None:
     of, piece = call()._replace(piece_ns=1e4), 100 * 256
     whole = split(of, 2048)
-    of_pieces = [of._replace(classes=min(piece, of.classes - first)) for first in range(0, of.classes, piece)]
-    d_weights = sum(chunk_cost.d_weight_ns(one, 2048, adds=False) for one in of_pieces)
+    of_pieces = [min(piece, of.classes - first) for first in range(0, of.classes, piece)]
+    d_weights = sum(chunk_cost.d_weight_ns(of, 2048, adds=False, classes=classes) for classes in of_pieces)
     more = d_weights - chunk_cost.d_weight_ns(of, 2048, adds=False)
     assert more > 0
     more += of.piece_ns * (len(of_pieces) - 1)
     for d_weight in (False, True):
         one, pieces = (
             chunk_cost.chunk_ns(of._replace(d_weight=d_weight), chunk, adds=False)
-            for chunk in (whole, whole._replace(pieces=tuple(one.classes for one in of_pieces)))
+            for chunk in (whole, whole._replace(pieces=tuple(of_pieces)))
         )
         assert pieces - one == pytest.approx(more if d_weight else 0.0)
 
