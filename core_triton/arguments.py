@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
 
 from core_triton import device as devices
 from core_triton import ops
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo
-from core_triton.problem import layout_of
+from core_triton.problem import DTYPE_NAMES, layout_of
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
+from core_triton.transforms import check_transforms
 from core_triton.vocab_shard import REDUCE_DTYPES, check_agreement, check_group, joint_normalizer, shard_of
 from linear_ce.spec import (
     ArrayInfo,
@@ -205,16 +204,16 @@ def prepare(
         "grad_into": grad_into,
     }
     check_are_tensors(named)
+    if target.dtype == torch.uint64:
+        target = named["target"] = class_indices(target, spec.ignore_index)
     if normalizer is not None:
         named["normalizer"] = normalizer = _scalar(normalizer, input.device)
     compute = autocast_dtype(input.device)
     if compute is not None:
-        # The head's matmul is in autocast's dtype, as torch.nn.functional.linear's is.
-        input = named["input"] = input.to(compute)
-        if linear_weight.dtype != torch.float32:
-            linear_weight = named["linear_weight"] = linear_weight.to(compute)
-        if linear_bias is not None and linear_bias.dtype != torch.float32:
-            linear_bias = named["linear_bias"] = linear_bias.to(compute)
+        for name in ("input", "linear_weight", "linear_bias"):
+            if named[name] is not None:
+                named[name] = named[name].to(dtype_of_matmul(name, named[name].dtype, compute))
+        input, linear_weight, linear_bias = named["input"], named["linear_weight"], named["linear_bias"]
     device, infos = input.device, []
     shape = input.shape  # of the input of all ranks, where they have different tokens
     if groups.rank_tokens:
@@ -354,8 +353,7 @@ def check_per_token(
         name = f"per_token[{index}]"
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-        if not torch.compiler.is_compiling():
-            _check_kind(name, tensor)
+        _check_kind(name, tensor)
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {str(tensor.dtype).removeprefix('torch.')}")
         if tensor.shape != like.shape:
@@ -375,14 +373,21 @@ _CONSTANT = "weight", "token_weight", "normalizer", "grad_into"
 def _scalar(normalizer: Any, device: torch.device) -> Tensor:
     """Returns a normalizer as a tensor."""
     if isinstance(normalizer, Tensor):
-        if not torch.compiler.is_compiling():
-            _check_kind("normalizer", normalizer)
+        _check_kind("normalizer", normalizer)
         return normalizer
     if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
         normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
     if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
     return torch.full((), check_normalizer(normalizer), dtype=torch.float32, device=device)
+
+
+def class_indices(target: Tensor, ignore_index: int) -> Tensor:
+    """Returns targets as int64. Those of uint64 that do not fit become a number that is no class and is not ignored."""
+    found = target.long()
+    if target.dtype == torch.uint64:
+        found = torch.where(found < 0, -1 if ignore_index != -1 else -2, found)
+    return found
 
 
 def _flat(tensor: Tensor, axes: int) -> Tensor:
@@ -396,6 +401,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
+def dtype_of_matmul(name: str, dtype: torch.dtype, compute: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype that an argument gets from autocast's `compute`: the head's matmul is in that dtype, as
+    torch.nn.functional.linear's is. A float32 head and bias stay, and so do dtypes that the loss refuses."""
+    if compute is None or dtype not in DTYPE_NAMES or (name != "input" and dtype == torch.float32):
+        return dtype
+    return compute
+
+
 def check_are_tensors(named: dict[str, Any]) -> None:
     """Raises for an argument that is not a plain tensor."""
     for name, tensor in named.items():
@@ -406,8 +419,7 @@ def check_are_tensors(named: dict[str, Any]) -> None:
             is_layer = name == "linear_weight" and isinstance(tensor, torch.nn.Module)
             layer = ": pass its weight, and a bias as linear_bias" if is_layer else ""
             raise TypeError(f"{name} must be a Tensor{optional}, got {type(tensor).__name__}{layer}")
-        if not torch.compiler.is_compiling():
-            _check_kind(name, tensor)
+        _check_kind(name, tensor)
 
 
 def check_before_gather(arguments: dict[str, Any]) -> None:
@@ -418,8 +430,8 @@ def check_before_gather(arguments: dict[str, Any]) -> None:
     compute, infos = autocast_dtype(named["input"].device), []
     for name, tensor in named.items():
         if tensor is not None:
-            is_cast = name == "input" or (name in ("linear_weight", "linear_bias") and tensor.dtype != torch.float32)
-            dtype = tensor.dtype if compute is None or not is_cast else compute
+            is_cast = name in ("input", "linear_weight", "linear_bias")
+            dtype = dtype_of_matmul(name, tensor.dtype, compute if is_cast else None)
             infos.append((name, tuple(tensor.shape), dtype))
     _check_infos(tuple(infos))
     if "token_loss" in arguments:
@@ -433,19 +445,11 @@ def _check_infos(infos: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) ->
     check_arrays(spec=spec_of(), classes=1, **named)
 
 
-def check_transforms(name: str, tensor: Tensor) -> None:
-    """Raises for a tensor of a transform that the loss does not support."""
-    if is_functorch_wrapped_tensor(tensor):
-        raise TypeError(f"{name} comes from a torch.func transform, which is not supported: use torch.autograd.grad")
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise RuntimeError(
-            f"{name} has a forward-mode tangent, and the loss has no forward-mode derivative: use torch.autograd.grad"
-        )
-
-
 def _check_kind(name: str, tensor: Tensor) -> None:
     """Raises for a tensor that looks like one and would be treated as another."""
     check_transforms(name, tensor)
+    if torch.compiler.is_compiling():
+        return
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{name} must be a dense Tensor, got {kind}")

@@ -17,11 +17,20 @@ def triton_obstacle(device: torch.device) -> str | None:
     return devices.triton_obstacle(device)
 
 
-@torch.compiler.disable(
-    reason="the call is not one operator, because the token_loss of linear_token_loss is not one of "
+REASON = (
+    "the call is not one operator, because the token_loss of linear_token_loss is not one of "
     "core_triton.token_losses, because grad_into is given, because of DTensors, gather or sequence_parallel, or "
     "because it is the backward pass of an eager call for losses or log-probabilities of tokens"
 )
+
+
+@torch.compiler.disable(reason=REASON)
 def call_between_graphs(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Returns function(*arguments, **options), run in eager mode. With fullgraph=True that is an error."""
+    """Returns function(*arguments, **options), run in eager mode. With fullgraph=True that is an error.
+
+    Raises:
+        RuntimeError: it is exported with strict=False, where no eager code runs.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"torch.export cannot export this call: {REASON}")
     return function(*arguments, **options)

@@ -29,11 +29,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import ops, vocab_shard
-from core_triton.arguments import autocast_dtype, check_before_gather, check_transforms
+from core_triton.arguments import autocast_dtype, check_before_gather
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
 from core_triton.scaling import Factors, scaled
+from core_triton.transforms import check_transforms
 from linear_ce.spec import check_flag, check_memory_budget
 
 Function = TypeVar("Function", bound=Callable[..., Any])

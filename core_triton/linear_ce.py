@@ -29,7 +29,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import gathered_tokens, ops, saved_ops, token_hook, token_losses, token_ops
-from core_triton.arguments import Call, Groups, check_per_token, prepare, spec_of
+from core_triton.arguments import Call, Groups, check_per_token, class_indices, prepare, spec_of
 from core_triton.dtensors import Gather, takes_dtensors
 from core_triton.explanation import Explanation, explained
 from core_triton.row_math import TokenStats, is_top1
@@ -589,11 +589,11 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
         raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
     check_integer_dtype("target", str(target.dtype).removeprefix("torch."))
     vocab_size, ignore_index = check_vocab_size(vocab_size), check_ignore_index(ignore_index)
-    values = target.long()  # PyTorch does not compare unsigned integers of 16 bits or more
+    values = class_indices(target, ignore_index)  # PyTorch does not compare unsigned integers of 16 bits or more
     bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
     positions = bad.nonzero()
     if len(positions):
-        first = ", ".join(f"target{p or ''} = {int(target[tuple(p)])}" for p in positions[:5].tolist())
+        first = ", ".join(f"target{p or ''} = {target[tuple(p)].item()}" for p in positions[:5].tolist())
         raise ValueError(
             f"target must lie in [0, {vocab_size}) or be ignore_index {ignore_index}, "
             f"got {len(positions)} others: {first}"

@@ -83,7 +83,8 @@ def losses(
         call = arrays, weights, options, statistics, needs_grad, grad_into
         results: Any = RowLosses.apply(call, *arrays.differentiated())
         found = Losses(*results)
-    return found._replace(loss=found.loss.sum()) if reduce else found
+    # Not `_replace`: torch.compile cannot return its result from a function that it compiles alone.
+    return Losses(found.loss.sum(), *found[1:]) if reduce else found
 
 
 def loss(

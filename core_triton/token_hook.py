@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from core_triton.token_losses import Named
+from core_triton.transforms import check_transforms
 from linear_ce.spec import check_flag
 
 TokenLoss = Callable[..., Tensor]  # (log_prob, *per_token) or (log_prob, entropy, *per_token) -> loss, all (n,) float32
@@ -257,6 +258,7 @@ def call_and_differentiate(
         for leaf in leaves:
             leaf.requires_grad_()
         loss = call(token_loss, log_prob, values)
+        check_transforms("the result of token_loss", loss)  # of a tensor that it closes over
         _check_closure(loss, leaves)
         found: list[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
         if leaves and loss.requires_grad:

@@ -2374,8 +2374,8 @@ OPTIONS = (
     ),
     Mutation(
         "core_triton/arguments.py",
-        '            _check_kind("normalizer", normalizer)',
-        "            pass",
+        '        _check_kind("normalizer", normalizer)',
+        "        pass",
         tests("core_triton_autograd", "normalizer"),
     ),
     Mutation(
@@ -2405,6 +2405,23 @@ FLOPS = (
     Mutation("core_triton/operators.py", "len(arrays.target) - saved_rows(", "0 * saved_rows(", OF_FLOPS),
 )
 
+OF_TRANSFORMS = tests("core_triton_transforms", "test")
+TRANSFORMS = (
+    Mutation("core_triton/transforms.py", "if compiling or any(", "if any(", OF_TRANSFORMS),
+    Mutation("core_triton/transforms.py", "level.key() in DIFFERENTIATES", "True", OF_TRANSFORMS),
+    Mutation("core_triton/transforms.py", "if compiling or forward_ad", "if forward_ad", OF_TRANSFORMS),
+    Mutation("core_triton/token_hook.py", 'check_transforms("the result', '("the result', OF_TRANSFORMS),
+    Mutation(
+        "core_triton/ops.py",
+        "Losses(found.loss.sum(), *found[1:])",
+        "found._replace(loss=found.loss.sum())",
+        OF_TRANSFORMS,
+    ),
+    Mutation("core_triton/compiling.py", "if torch.compiler.is_compiling():", "if False:", OF_TRANSFORMS),
+    Mutation("core_triton/arguments.py", "dtype not in DTYPE_NAMES or", "", OF_TRANSFORMS),
+    Mutation("core_triton/arguments.py", "-1 if ignore_index != -1 else -2", "-1", OF_TRANSFORMS),
+)
+
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
     *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS, *TOKEN_STATS, *BATCH_INVARIANT, *SCALE),
@@ -2414,6 +2431,7 @@ MUTATIONS = (
     *PROMOTION,
     *OPTIONS,
     *FLOPS,
+    *TRANSFORMS,
     *HOSTS_TRANSFORMERS,
     *HOSTS_TRL,
     *HOSTS_JAX,

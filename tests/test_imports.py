@@ -160,7 +160,9 @@ ONE_FRAMEWORK_ONLY = {
     "arguments.py": {
         *("spec_of", "decide", "Decision", "Groups", "of_vocab_group"),
         *("check_are_tensors", "check_are_arrays"),  # the same, by the names of the types
-        *("autocast_dtype", "check_before_gather", "check_transforms"),  # what dtensors.py checks before it gathers
+        *("autocast_dtype", "dtype_of_matmul"),  # JAX has no autocast
+        "check_before_gather",  # what dtensors.py checks
+        "class_indices",  # JAX compares targets in the dtype that they have
     },
     # In PyTorch, plan A takes the token loss as an argument, and kernels finish stored logits.
     "chunked.py": {"ChunkRows", "token_loss_and_gradients", "finished_logits"},

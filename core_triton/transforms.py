@@ -1,0 +1,39 @@
+"""Refuses the transforms of PyTorch that the loss does not support: those of torch.func, and forward-mode derivatives.
+
+The gradients are computed beside the loss, in an autograd function without a rule for these transforms.
+"""
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+USE = "use torch.autograd.grad"
+DIFFERENTIATES = _functorch.TransformType.Grad, _functorch.TransformType.Jvp
+
+
+def check_transforms(name: str, tensor: Tensor) -> None:
+    """Raises for a tensor of a transform, and where the loss cannot run, whatever its arguments are: within a
+    torch.func transform that differentiates.
+
+    The arguments of a compiled call do not show what they come from, so it raises within any torch.func transform and
+    any level of forward mode. Where torch.compile then runs the function without compiling it, the tensors are checked.
+
+    Raises:
+        TypeError: the tensor is that of a torch.func transform, or one is active.
+        RuntimeError: it has a forward-mode tangent, or a compiled call may have one.
+    """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _functorch.is_functorch_wrapped_tensor(tensor):
+        raise TypeError(f"{name} comes from a torch.func transform, which is not supported: {USE}")
+    if torch._C._are_functorch_transforms_active():
+        levels = [] if compiling else _functorch.get_interpreter_stack() or []
+        if compiling or any(level.key() in DIFFERENTIATES for level in levels):
+            raise TypeError(f"the loss was called within a torch.func transform, which is not supported: {USE}")
+    if forward_ad._current_level < 0:
+        return
+    if compiling or forward_ad.unpack_dual(tensor).tangent is not None:
+        tangent = "may have" if compiling else "has"
+        raise RuntimeError(
+            f"{name} {tangent} a forward-mode tangent, and the loss has no forward-mode derivative: {USE}"
+        )
