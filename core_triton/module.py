@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn.utils.parametrize import is_parametrized
 
 from core_triton.arguments import IMPLEMENTATIONS, check_are_tensors
 from core_triton.linear_ce import linear_cross_entropy
@@ -171,7 +172,9 @@ class LinearCrossEntropy(nn.Module):
         memo |= {id(group): group for group in (self.vocab_group, self.token_group) if group is not None}
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # not in Python 3.10
+        # The class that parametrize makes of a module's class has a __getstate__ that raises. Its base has the state.
+        whose: Any = super(type(self), self) if is_parametrized(self) else self
+        state = whose.__getstate__() if hasattr(whose, "__getstate__") else self.__dict__  # not in Python 3.10
         copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from threading import Lock
 from typing import Any, cast
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 from core_triton import LinearCrossEntropy
 
@@ -128,3 +131,61 @@ def test_a_copy_shares_the_process_groups() -> None:
     assert twin.weight is embedding.weight
     assert twin.weight is not head.weight
     assert torch.equal(twin.bias, head.bias)
+
+
+def test_a_parametrized_head_is_copied() -> None:
+    """`parametrize` makes a subclass whose `__getstate__` raises, because such a module cannot be pickled."""
+    torch.manual_seed(0)
+    head: Any = weight_norm(WithoutCache(8, 50, bias=True))
+    head.cache = Lock()
+    x, target = torch.randn(12, 8), torch.randint(0, 50, (12,))
+    want = head(x, target)
+    copied = copy.deepcopy(head)
+    assert type(copied) is type(head)
+    assert not hasattr(copied, "cache")
+    torch.testing.assert_close(copied(x, target), want, rtol=0, atol=0)
+    own, others = dict(head.named_parameters()), dict(copied.named_parameters())
+    assert own.keys() == others.keys()
+    assert len(own) == 3
+    for name, parameter in others.items():
+        assert parameter is not own[name]
+        with torch.no_grad():
+            parameter.mul_(2)
+    torch.testing.assert_close(head(x, target), want, rtol=0, atol=0)
+    copied(x, target).backward()
+    assert all(parameter.grad is not None for parameter in others.values())
+    assert all(parameter.grad is None for parameter in own.values())
+    head.token_group = Lock()
+    assert copy.deepcopy(head).token_group is head.token_group
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
+        pickle.dumps(head)
+
+
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_averaged_weights_of_a_head(parametrized: bool) -> None:
+    torch.manual_seed(0)
+    head: Any = LinearCrossEntropy(8, 50)
+    head = weight_norm(head) if parametrized else head
+    averaged = AveragedModel(head)
+    x, target = torch.randn(12, 8), torch.randint(0, 50, (12,))
+    states = []
+    for factor in (1, 3):
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.mul_(factor)
+        averaged.update_parameters(head)
+        states.append([parameter.clone() for parameter in head.parameters()])
+    for got, *each in zip(averaged.module.parameters(), *states, strict=True):
+        torch.testing.assert_close(got, sum(each) / 2)
+    mean = copy.deepcopy(head)
+    with torch.no_grad():
+        for parameter, *each in zip(mean.parameters(), *states, strict=True):
+            parameter.copy_(sum(each) / 2)
+    torch.testing.assert_close(averaged(x, target), mean(x, target))
+
+
+def test_a_head_is_pickled_with_its_options() -> None:
+    head = LinearCrossEntropy(8, 50, softcap=30.0)
+    again = pickle.loads(pickle.dumps(head))
+    x, target = torch.randn(12, 8), torch.randint(0, 50, (12,))
+    torch.testing.assert_close(again(x, target), head(x, target), rtol=0, atol=0)
