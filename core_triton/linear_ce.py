@@ -300,7 +300,7 @@ def linear_cross_entropy_with_stats(
         lse=lse.reshape(leading),
         target_logit=target_logit.reshape(leading),
         z_loss=_shaped(z_loss if reduction == "none" else z_loss.sum(), target),
-        accuracy=is_top1(row_weight, target_logit, top).sum() / contributes.sum().clamp(min=1),
+        accuracy=is_top1(row_weight, target_logit, top).sum().float() / contributes.sum().clamp(min=1),
         n_valid=(call.arrays.target != ignore_index).sum(),
     )
     return _shaped(loss, target), stats

@@ -218,3 +218,17 @@ def test_a_row_of_nan_whose_upstream_gradient_is_0_changes_no_gradient(
         gradients.append(torch.autograd.grad(found, leaves, [factor] * len(found)))
     for with_nan, without in zip(*gradients, strict=True):
         torch.testing.assert_close(with_nan, without)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_results_are_float32_for_every_default_dtype(default: torch.dtype) -> None:
+    arrays = problem(bias=False)
+    want = core_triton.linear_cross_entropy_with_stats(**arrays, z_loss_weight=0.1)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        loss, stats = core_triton.linear_cross_entropy_with_stats(**arrays, z_loss_weight=0.1)
+    finally:
+        torch.set_default_dtype(usual)
+    assert {one.dtype for one in (loss, *stats[:-1])} == {torch.float32}
+    torch.testing.assert_close((loss, stats), want, rtol=0, atol=0)

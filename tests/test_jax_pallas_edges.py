@@ -227,3 +227,10 @@ def test_a_row_of_nan_whose_upstream_gradient_is_0_changes_no_gradient(
         gradients.append(jax.grad(value)(chosen, given))
     exact, found = (jax.tree.map(lambda array: np.asarray(array, np.float32), one) for one in gradients)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), exact, found)
+
+
+def test_results_are_float32_with_x64() -> None:
+    arrays = problem()
+    with jax.enable_x64(True):
+        loss, stats = linear_cross_entropy_with_stats(**arrays, z_loss_weight=0.1)
+    assert {one.dtype for one in (loss, *stats[:-1])} == {jnp.dtype("float32")}
