@@ -122,9 +122,8 @@ def prepare(
     named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     _check_arrays(spec, vocab_axis, devices, infos)
-    named["target"] = _signed(named["target"])
-    if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:
-        raise ValueError(f"ignore_index must fit {named['target'].dtype}, which targets have, got {spec.ignore_index}")
+    named["target"], ignore_index = _signed(named["target"], spec.ignore_index)
+    spec = replace(spec, ignore_index=ignore_index)
     named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
     check_unsharded(named)
     _check_varying(spec, **named)
@@ -243,15 +242,28 @@ def _check_varying(spec: LossSpec, grad_into: Array | None, **others: Array | No
         )
 
 
-def _signed(target: Array | np.ndarray) -> Array:
-    """Returns `target` in int32 or int64. A value that does not fit is not a class, and becomes another that is not."""
-    range32 = np.iinfo(np.int32)
-    if target.dtype in (jnp.uint32, jnp.uint64):
-        target = (np if isinstance(target, np.ndarray) else jnp).minimum(target, range32.max)
-    elif target.dtype == np.int64 and not jax.config.read("jax_enable_x64"):  # an array of NumPy, which JAX would wrap
-        target = np.clip(target, range32.min, range32.max)
+def _signed(target: Array | np.ndarray, ignore_index: int) -> tuple[Array, int]:
+    """Returns `target` in int32 or int64, and the ignore_index of the result.
+
+    A value that does not fit int32 is not a class. Of a dtype with such values, targets above int32's maximum become
+    that maximum, negative targets become -1, and ignored targets become -2, which is then the ignore_index.
+    """
+    held, int32 = jnp.iinfo(target.dtype), jnp.iinfo(jnp.int32)
+    if not (_fits(ignore_index, held) or _fits(ignore_index, int32)):  # the default, -100, fits no unsigned dtype
+        raise ValueError(f"ignore_index must fit {target.dtype}, which targets have, got {ignore_index}")
+    host = isinstance(target, np.ndarray)
+    wrapped = host and target.dtype == np.int64 and not jax.config.read("jax_enable_x64")  # by JAX
+    if target.dtype in (jnp.uint32, jnp.uint64) or wrapped:
+        xp: Any = np if host else jnp
+        ignored = target == target.dtype.type(ignore_index) if _fits(ignore_index, held) else False
+        signed = xp.clip(target, max(held.min, -1), int32.max).astype(np.int32)
+        return jnp.asarray(xp.where(ignored, np.int32(-2), signed)), -2
     target = jnp.asarray(target)
-    return target if target.dtype == jnp.int64 else target.astype(jnp.int32)
+    return target if target.dtype == jnp.int64 else target.astype(jnp.int32), ignore_index
+
+
+def _fits(number: int, limits: Any) -> bool:
+    return limits.min <= number <= limits.max
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
