@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils import _pytree
 
 from core_triton import gathered_tokens, ops, saved_ops, token_hook, token_losses, token_ops
 from core_triton.arguments import Call, Groups, check_per_token, class_indices, prepare, spec_of
@@ -60,6 +61,11 @@ class LogProbs(NamedTuple):
     log_prob: Tensor
     entropy: Tensor
     lse: Tensor
+
+
+if hasattr(_pytree, "_register_namedtuple"):  # torch.export.save needs it, and PyTorch has no public function
+    for result in (LossStats, LogProbs, TokenStats):
+        _pytree._register_namedtuple(result, serialized_type_name=f"core_triton.{result.__name__}")
 
 
 @takes_dtensors

@@ -30,7 +30,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_pallas import elementwise, ops, row_math, saved_ops, token_ops
@@ -75,6 +75,10 @@ class LogProbs(NamedTuple):
     log_prob: Array
     entropy: Array
     lse: Array
+
+
+for result in (LossStats, LogProbs, TokenStats):  # so that programs that return them can be serialized
+    export.register_namedtuple_serialization(result, serialized_name=f"jax_pallas.{result.__name__}")
 
 
 @divides_explicit_axes

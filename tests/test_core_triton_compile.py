@@ -1,5 +1,6 @@
 """Tests core_triton's operators with torch.library.opcheck, and its functions in torch.compile without graph breaks."""
 
+import io
 from typing import Any
 from unittest import mock
 
@@ -257,3 +258,30 @@ def test_bad_input_raises_in_a_compiled_function_too() -> None:
     compiled = torch.compile(lambda arrays: total("mean", arrays, softcap=-1.0), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"softcap must be positive or None, got -1\.0"):
         compiled(problem())
+
+
+RESULTS: dict[str, Any] = {
+    "LogProbs": core_triton.linear_log_probs,
+    "LossStats": core_triton.linear_cross_entropy_with_stats,
+    "TokenStats": lambda input, linear_weight, target, linear_bias: core_triton.linear_token_loss_with_stats(
+        *(input, linear_weight, target, core_triton.token_losses.weighted_nll(), torch.ones(12)),
+        linear_bias=linear_bias,
+        stats=("lse", "argmax"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_saved_program_returns_named_results(name: str) -> None:
+    class Calls(nn.Module):
+        def forward(self, arrays: dict[str, Tensor]) -> Any:
+            return RESULTS[name](**arrays)
+
+    arrays = {key: value.detach() for key, value in problem().items()}
+    stored = io.BytesIO()
+    torch.export.save(torch.export.export(Calls(), (arrays,)), stored)
+    stored.seek(0)
+    got, want = torch.export.load(stored).module()(arrays), Calls()(arrays)
+    results = got if name == "LogProbs" else got[1]
+    assert type(results) is getattr(core_triton, name)
+    torch.testing.assert_close(got, want)

@@ -8,7 +8,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,13 @@ from jax import Array, export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import FUNCTIONS, gradients, problem
 
-from jax_pallas.linear_ce import explain, linear_cross_entropy
+from jax_pallas.linear_ce import (
+    explain,
+    linear_cross_entropy,
+    linear_cross_entropy_with_stats,
+    linear_log_probs,
+    linear_token_loss_with_stats,
+)
 
 TRITON = "__gpu$xla.gpu.triton"
 KERNELS = {"mosaic": {"mosaic_gpu_v2", TRITON}, "pallas_triton": {TRITON}, "chunked": set()}
@@ -159,3 +165,22 @@ def test_an_exported_loss_is_differentiable_after_serialization() -> None:
     again = export.deserialize(written)
     got = jax.value_and_grad(again.call, argnums=(0, 1))(x, w)
     assert_close(got, jax.value_and_grad(loss, argnums=(0, 1))(x, w))
+
+
+RESULTS: dict[str, Any] = {
+    "LogProbs": linear_log_probs,
+    "LossStats": linear_cross_entropy_with_stats,
+    "TokenStats": partial(linear_token_loss_with_stats, token_loss=jnp.negative, stats=("lse", "argmax")),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_named_results_are_serialized(name: str) -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
+    arrays, function = problem(), jax.jit(lambda arrays: RESULTS[name](**arrays))
+    want = function(arrays)
+    got = export.deserialize(export.export(function)(arrays).serialize()).call(arrays)
+    results = got if name == "LogProbs" else got[1]
+    assert type(results).__name__ == name
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert_close(got, want)
