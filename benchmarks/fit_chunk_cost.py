@@ -92,13 +92,14 @@ def contents(path: Path) -> dict[str, Any]:
     return content
 
 
-def samples(paths: Sequence[Path], *, fewest: bool) -> dict[tuple[str, str], list[Sample]]:
+def samples(paths: Sequence[Path], *, fewest: bool, all_code: bool = False) -> dict[tuple[str, str], list[Sample]]:
     """Returns the measured rows of each GPU and framework.
 
     Args:
-        paths: files of `benchmarks.sweep`. Of each GPU and framework only the rows of the newest code count.
+        paths: files of `benchmarks.sweep`.
         fewest: rows without a row count, those of `benchmarks.linear_ce` at commits that chose the fewest chunks, count
             too.
+        all_code: rows of all code count. Otherwise only those of the newest code of each GPU and framework do.
 
     Raises:
         ValueError: a file is not there, or has no results.
@@ -124,7 +125,7 @@ def samples(paths: Sequence[Path], *, fewest: bool) -> dict[tuple[str, str], lis
             print(f"{path}: {unknown} rows are not of a commit known to choose the fewest chunks: left out")
     found = {}
     for key, rows in usable.items():
-        matched = [(path, row, *matching(*key, row)) for path, row in _newest(key, rows)]
+        matched = [(path, row, *matching(*key, row)) for path, row in (rows if all_code else _newest(key, rows))]
         for path, row, group, choice in matched:
             if choice is None:
                 how = "" if row.get("d_input") is None else ", divided as it was"
@@ -277,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="also take rows of linear_ce, which have no row count, from commits that chose the fewest chunks",
     )
     parser.add_argument("--check", action="store_true", help="do not fit: report on the present coefficients")
+    parser.add_argument("--all-code", action="store_true", help="also take the rows of older code")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -287,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        found = samples(options.files, fewest=options.fewest)
+        found = samples(options.files, fewest=options.fewest, all_code=options.all_code)
     except ValueError as error:
         parser.error(str(error))
     if not found:

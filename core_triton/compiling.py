@@ -32,5 +32,8 @@ def call_between_graphs(function: Callable[..., Any], *arguments: Any, **options
         RuntimeError: it is exported with strict=False, where no eager code runs.
     """
     if torch.compiler.is_compiling():
-        raise RuntimeError(f"torch.export cannot export this call: {REASON}")
+        raise RuntimeError(
+            f"torch.export cannot export this call: {REASON}. Use a loss of core_triton.token_losses, and plain "
+            "tensors without grad_into"
+        )
     return function(*arguments, **options)

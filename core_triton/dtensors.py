@@ -29,7 +29,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import ops, vocab_shard
-from core_triton.arguments import autocast_dtype, check_before_gather
+from core_triton.arguments import autocast_dtype, check_before_gather, class_indices
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
@@ -263,7 +263,8 @@ def _of_all_ranks(found: Any, local: dict[str, Any], form: Form) -> Any:
         return tuple(_of_all_ranks(one, local, form) for one in found)
     if not hasattr(found, "accuracy"):
         return _mapped(summed, found)
-    contributes = local["target"].long() != local.get("ignore_index", -100)
+    ignore_index = local.get("ignore_index", -100)
+    contributes = class_indices(local["target"], ignore_index) != ignore_index
     if local.get("token_weight") is not None:
         contributes &= local["token_weight"] != 0
     count = contributes.sum()
@@ -452,8 +453,10 @@ def _with_vocabulary(function: Callable[..., Any], local: dict[str, Any], form: 
     given, target, x = dict(local), local["target"], local["input"]
     shape = target.shape
     given["input"] = x.reshape(shape.numel(), x.shape[-1])
-    given["target"] = target.long()  # which can be ignore_index, and which the backends of groups can gather
-    fill: dict[str, Any] = {"target": local.get("ignore_index", -100)}
+    ignore_index = local.get("ignore_index", -100)
+    # int64 can be ignore_index, and the backends of groups can gather it.
+    given["target"] = class_indices(target, ignore_index)
+    fill: dict[str, Any] = {"target": ignore_index}
     for name in ("target", "token_weight", "per_token"):
         if given.get(name) is None:
             continue

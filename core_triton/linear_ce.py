@@ -66,6 +66,7 @@ class LogProbs(NamedTuple):
 if hasattr(_pytree, "_register_namedtuple"):  # torch.export.save needs it, and PyTorch has no public function
     for result in (LossStats, LogProbs, TokenStats):
         _pytree._register_namedtuple(result, serialized_type_name=f"core_triton.{result.__name__}")
+    del result
 
 
 @takes_dtensors

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from core_triton.token_losses import Named
-from core_triton.transforms import check_transforms
+from core_triton.transforms import check_levels, check_transforms
 from linear_ce.spec import check_flag
 
 TokenLoss = Callable[..., Tensor]  # (log_prob, *per_token) or (log_prob, entropy, *per_token) -> loss, all (n,) float32
@@ -253,6 +253,7 @@ def call_and_differentiate(
     """Returns the loss of each row (n,), and its derivatives with respect to the arguments that need it, None for the
     others."""
     log_prob, *values = arguments
+    check_levels("token_loss")
     leaves = [argument for argument, needed in zip(arguments, needs_grad, strict=True) if needed]
     with _plain_autograd(bool(leaves) or torch.is_grad_enabled(), log_prob.device.type):
         for leaf in leaves:

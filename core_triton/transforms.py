@@ -13,23 +13,22 @@ DIFFERENTIATES = _functorch.TransformType.Grad, _functorch.TransformType.Jvp
 
 
 def check_transforms(name: str, tensor: Tensor) -> None:
-    """Raises for a tensor of a transform, and where the loss cannot run, whatever its arguments are: within a
-    torch.func transform that differentiates.
+    """Raises for a tensor of a transform, and for one that requires grad within a torch.func transform.
 
     The arguments of a compiled call do not show what they come from, so it raises within any torch.func transform and
     any level of forward mode. Where torch.compile then runs the function without compiling it, the tensors are checked.
 
     Raises:
-        TypeError: the tensor is that of a torch.func transform, or one is active.
+        TypeError: the tensor is that of a torch.func transform, or cannot be differentiated within one.
         RuntimeError: it has a forward-mode tangent, or a compiled call may have one.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and _functorch.is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{name} comes from a torch.func transform, which is not supported: {USE}")
-    if torch._C._are_functorch_transforms_active():
-        levels = [] if compiling else _functorch.get_interpreter_stack() or []
-        if compiling or any(level.key() in DIFFERENTIATES for level in levels):
-            raise TypeError(f"the loss was called within a torch.func transform, which is not supported: {USE}")
+    if compiling and torch._C._are_functorch_transforms_active():
+        raise TypeError(f"{name} may come from a torch.func transform, which is not supported: {USE}")
+    if not compiling and tensor.requires_grad and torch.is_grad_enabled():
+        check_levels(name)
     if forward_ad._current_level < 0:
         return
     if compiling or forward_ad.unpack_dual(tensor).tangent is not None:
@@ -37,3 +36,10 @@ def check_transforms(name: str, tensor: Tensor) -> None:
         raise RuntimeError(
             f"{name} {tangent} a forward-mode tangent, and the loss has no forward-mode derivative: {USE}"
         )
+
+
+def check_levels(name: str) -> None:
+    """Raises TypeError within a torch.func transform that differentiates, where autograd cannot run."""
+    levels = _functorch.get_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
+    if any(level.key() in DIFFERENTIATES for level in levels or ()):
+        raise TypeError(f"{name} is not differentiated within a torch.func transform: {USE}")

@@ -108,7 +108,7 @@ class Call(NamedTuple):
 
     @property
     def counted(self) -> "Counted":
-        """What of the time of idle programs and of padded rows counts in this call."""
+        """The shares of the time of idle programs and of padded rows that this call pays for."""
         c = self.coefficients
         if not (c.idle or c.padded):
             return Counted(1.0, 1.0)
@@ -121,17 +121,17 @@ class Call(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """The shares, 0 to 1, of the time of idle programs and of padded rows that a call takes longer."""
+    """The shares, 0 to 1, of the time of idle programs and of padded rows that a call pays for."""
 
     idle: float
     padded: float
 
     def of_programs(self, most: float, mean: float) -> float:
-        """Returns the work of the program with the most, without what does not count of the others' idle time."""
+        """Returns the work of the program with the most work, less what the idle time of the others does not cost."""
         return most - (1.0 - self.idle) * max(0.0, most - mean)
 
     def of_rows(self, rows: int, computed: int) -> float:
-        """Returns the rows that count where `computed` are multiplied, padding included."""
+        """Returns how many rows a call pays for where `computed` are multiplied, padding included."""
         return rows + self.padded * (computed - rows)
 
 
@@ -189,8 +189,8 @@ def logits_ns(call: Call, rows: int) -> float:
 
 
 def d_weight_ns(call: Call, rows: int, *, adds: bool, classes: int | None = None) -> float:
-    """Returns how long the d_weight of a chunk takes, written or added to what is there; with `classes` that of a piece
-    of so many."""
+    """Returns how long the d_weight of a chunk takes, written or added to what is there. With `classes`, it is that of
+    a piece with so many classes."""
     counted = call.counted
     if classes is not None:
         call = call._replace(classes=classes)

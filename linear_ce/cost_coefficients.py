@@ -16,11 +16,9 @@ class CostCoefficients(NamedTuple):
     missed: float  # the same share of bytes that are read again because they do not stay in L2
     chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
     call: float  # us of a call's small kernels
-    # Of a call at the power limit: the shares of the time of idle programs and of padded rows that it does not take
-    # longer, and ms: the longer a call is than this, the more of it is at the limit. 0: nothing was fitted.
-    idle: float = 0.0
-    padded: float = 0.0
-    unlimited: float = 0.0
+    idle: float = 0.0  # at the power limit, the share of the time of idle programs that costs nothing
+    padded: float = 0.0  # the same of the time of padded rows
+    unlimited: float = 0.0  # ms: of a call of T ms, the share 1 - unlimited / T is at the power limit
 
 
 # `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 47

@@ -273,6 +273,12 @@ def check_uneven_axis(rank: int, ranks: int) -> None:
             mean(mine, w, distribute_tensor(target, mesh, [Shard(1)]).to(dtype), gather=gather).backward()
             assert (mine.grad.placements, w.grad.placements) == (mine.placements, w.placements)
             torch.testing.assert_close((mine.grad.full_tensor(), w.grad.full_tensor()), expected)
+    # As int64 it would be ignore_index.
+    x, w = (distribute_tensor(one, mesh, [Shard(0)]) for one in (arrays["input"], arrays["linear_weight"]))
+    beyond = torch.full((len(x.to_local()),), 2**64 - 100, dtype=torch.uint64)  # which gloo does not scatter
+    assert mean(
+        x, w, DTensor.from_local(beyond, mesh, [Shard(0)], shape=(TOKENS,), stride=(1,)), gather="tokens"
+    ).isnan()
 
 
 def check_float16_gathered_head(rank: int, ranks: int) -> None:

@@ -365,7 +365,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     # The same operators with other options run in the quick suite.
     "test_core_triton_transforms.py": (
         # With fullgraph=True the same checks raise, and a level of forward mode is refused without it.
-        "test_compiled_forward_derivatives_are_refused[False]",
+        "test_compiled_transforms_are_refused[False]",
         # The functions that a mean consists of are compiled one by one too.
         "test_a_compiled_call_works_after_one_that_was_wrong[log_probs]",
         "test_a_compiled_call_works_after_one_that_was_wrong[token_loss]",

@@ -368,6 +368,8 @@ def test_only_rows_of_the_newest_code_are_fitted(tmp_path: Path, capsys: pytest.
     assert "h200, jax: 3 rows of older code dropped" in printed
     assert "h200, jax: 3 rows\n" in printed
     assert "gemma2-2b" not in printed
+    assert fit_chunk_cost.main([str(file), "--check", "--all-code"]) == 0
+    assert "h200, jax: 6 rows\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("stub")

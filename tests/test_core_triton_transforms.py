@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 IN_A_TRANSFORM = "torch.func transform, which is not supported: use torch.autograd.grad"
+NOT_WITHIN = "is not differentiated within a torch.func transform: use torch.autograd.grad"
 NO_TANGENT = "forward-mode tangent, and the loss has no forward-mode derivative: use torch.autograd.grad"
 
 X, W, TARGET = torch.linspace(-1, 1, 48).reshape(6, 8), torch.linspace(1, -2, 80).reshape(10, 8), torch.arange(6)
@@ -40,8 +41,8 @@ def tangent_of(function: Callable[[Tensor], Tensor], x: Tensor = X) -> Tensor | 
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled_forward_derivatives_are_refused(fullgraph: bool) -> None:
-    """Within a compiled function no tensor shows its tangent, so the derivative would be 0."""
+def test_compiled_transforms_are_refused(fullgraph: bool) -> None:
+    """Within a compiled function no tensor shows its tangent, so that of the loss would be 0."""
     for transformed in (
         lambda x: torch.func.jvp(loss_of, (x,), (x,)),
         torch.func.grad(loss_of),
@@ -73,15 +74,25 @@ def test_a_token_loss_may_not_close_over_what_a_transform_differentiates(reducti
     with pytest.raises(TypeError, match=f"the result of token_loss comes from a {IN_A_TRANSFORM}"):
         torch.func.vmap(scaled)(torch.ones(3))
     for transform in (torch.func.grad, torch.func.jacfwd):
-        with pytest.raises(TypeError, match=f"the loss was called within a {IN_A_TRANSFORM}"):
+        with pytest.raises(TypeError, match=f"token_loss {NOT_WITHIN}"):
             transform(scaled)(torch.tensor(2.0))
 
 
-def test_a_loss_of_constants_is_refused_where_a_transform_differentiates() -> None:
-    with pytest.raises(TypeError, match=f"the loss was called within a {IN_A_TRANSFORM}"):
-        torch.func.grad(lambda factor: loss_of(X) * factor)(torch.tensor(2.0))
-    expected = loss_of(X).expand(3)
-    assert torch.equal(torch.func.vmap(lambda factor: loss_of(X) * factor)(torch.ones(3)), expected)
+def test_a_loss_of_constants_works_within_a_transform() -> None:
+    """Such as the log-probabilities of a frozen model. A constant that requires grad could not be differentiated."""
+    expected = linear_log_probs(X, W, TARGET).log_prob.sum()
+
+    def of_a_factor(factor: Tensor) -> Tensor:
+        return factor * linear_log_probs(X, W, TARGET).log_prob.sum()
+
+    assert torch.equal(torch.func.grad(of_a_factor)(torch.tensor(2.0)), expected)
+    assert torch.equal(torch.func.jvp(of_a_factor, (torch.tensor(2.0),), (torch.tensor(1.0),))[1], expected)
+    assert torch.equal(torch.func.vmap(lambda factor: loss_of(X) * factor)(torch.ones(3)), loss_of(X).expand(3))
+    x = X.clone().requires_grad_()
+    with pytest.raises(TypeError, match=f"input {NOT_WITHIN}"):
+        torch.func.grad(lambda factor: loss_of(x) * factor)(torch.tensor(2.0))
+    without = torch.no_grad()(loss_of)
+    assert torch.equal(torch.func.grad(lambda factor: without(x) * factor)(torch.tensor(2.0)), loss_of(X))
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
