@@ -5,11 +5,11 @@ The gradients are computed beside the loss, in an autograd function without a ru
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 USE = "use torch.autograd.grad"
-DIFFERENTIATES = _functorch.TransformType.Grad, _functorch.TransformType.Jvp
+DIFFERENTIATES = TransformType.Grad, TransformType.Jvp
 
 
 def check_transforms(name: str, tensor: Tensor) -> None:
@@ -23,7 +23,7 @@ def check_transforms(name: str, tensor: Tensor) -> None:
         RuntimeError: it has a forward-mode tangent, or a compiled call may have one.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and _functorch.is_functorch_wrapped_tensor(tensor):
+    if not compiling and is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{name} comes from a torch.func transform, which is not supported: {USE}")
     if compiling and torch._C._are_functorch_transforms_active():
         raise TypeError(f"{name} may come from a torch.func transform, which is not supported: {USE}")
@@ -40,6 +40,6 @@ def check_transforms(name: str, tensor: Tensor) -> None:
 
 def check_levels(name: str) -> None:
     """Raises TypeError within a torch.func transform that differentiates, where autograd cannot run."""
-    levels = _functorch.get_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
+    levels = get_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
     if any(level.key() in DIFFERENTIATES for level in levels or ()):
         raise TypeError(f"{name} is not differentiated within a torch.func transform: {USE}")

@@ -709,7 +709,7 @@ SCALE = (
     ),
     Mutation("core_triton/dtensors.py", "return _Local.apply(one)", "return one.to_local()", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "(autocast_dtype(x.device) or x.dtype) ==", "None ==", TORCH_RANKS),
-    Mutation("core_triton/dtensors.py", 'given["target"] = target.long()  #', "pass  #", TORCH_RANKS),
+    Mutation("core_triton/dtensors.py", 'given["target"] = class_indices(target, ignore_index)', "pass", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "(*form.token_groups, of_caller)", "form.token_groups", TORCH_RANKS),
     Mutation(
         "core_triton/chunked.py",
