@@ -277,7 +277,7 @@ def check_uneven_axis(rank: int, ranks: int) -> None:
     x, w = (distribute_tensor(one, mesh, [Shard(0)]) for one in (arrays["input"], arrays["linear_weight"]))
     beyond = torch.full((len(x.to_local()),), 2**64 - 100, dtype=torch.uint64)  # which gloo does not scatter
     assert mean(
-        x, w, DTensor.from_local(beyond, mesh, [Shard(0)], shape=(TOKENS,), stride=(1,)), gather="tokens"
+        x, w, DTensor.from_local(beyond, mesh, [Shard(0)], shape=torch.Size((TOKENS,)), stride=(1,)), gather="tokens"
     ).isnan()
 
 
