@@ -210,7 +210,7 @@ def prepare(
         named["normalizer"] = normalizer = _scalar(normalizer, input.device)
     compute = autocast_dtype(input.device)
     if compute is not None:
-        for name in ("input", "linear_weight", "linear_bias"):
+        for name in _OF_MATMUL:
             if named[name] is not None:
                 named[name] = named[name].to(dtype_of_matmul(name, named[name].dtype, compute))
         input, linear_weight, linear_bias = named["input"], named["linear_weight"], named["linear_bias"]
@@ -369,6 +369,8 @@ _OPTIONAL = "linear_bias", "weight", "token_weight", "grad_into"
 
 _CONSTANT = "weight", "token_weight", "normalizer", "grad_into"
 
+_OF_MATMUL = "input", "linear_weight", "linear_bias"
+
 
 def _scalar(normalizer: Any, device: torch.device) -> Tensor:
     """Returns a normalizer as a tensor."""
@@ -404,9 +406,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def dtype_of_matmul(name: str, dtype: torch.dtype, compute: torch.dtype | None) -> torch.dtype:
     """Returns the dtype that an argument gets from autocast's `compute`: the head's matmul is in that dtype, as
     torch.nn.functional.linear's is. A float32 head and bias stay, and so do dtypes that the loss refuses."""
-    if compute is None or dtype not in DTYPE_NAMES or (name != "input" and dtype == torch.float32):
-        return dtype
-    return compute
+    stays = name not in _OF_MATMUL or dtype not in DTYPE_NAMES or (name != "input" and dtype == torch.float32)
+    return dtype if compute is None or stays else compute
 
 
 def check_are_tensors(named: dict[str, Any]) -> None:
@@ -430,9 +431,7 @@ def check_before_gather(arguments: dict[str, Any]) -> None:
     compute, infos = autocast_dtype(named["input"].device), []
     for name, tensor in named.items():
         if tensor is not None:
-            is_cast = name in ("input", "linear_weight", "linear_bias")
-            dtype = dtype_of_matmul(name, tensor.dtype, compute if is_cast else None)
-            infos.append((name, tuple(tensor.shape), dtype))
+            infos.append((name, tuple(tensor.shape), dtype_of_matmul(name, tensor.dtype, compute)))
     _check_infos(tuple(infos))
     if "token_loss" in arguments:
         check_per_token(arguments["token_loss"], arguments.get("per_token", ()), arguments["target"])

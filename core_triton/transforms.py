@@ -25,10 +25,11 @@ def check_transforms(name: str, tensor: Tensor) -> None:
     compiling = torch.compiler.is_compiling()
     if not compiling and is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{name} comes from a torch.func transform, which is not supported: {USE}")
-    if compiling and torch._C._are_functorch_transforms_active():
-        raise TypeError(f"{name} may come from a torch.func transform, which is not supported: {USE}")
-    if not compiling and tensor.requires_grad and torch.is_grad_enabled():
-        check_levels(name)
+    if torch._C._are_functorch_transforms_active():
+        if compiling:
+            raise TypeError(f"{name} may come from a torch.func transform, which is not supported: {USE}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            check_levels(name)
     if forward_ad._current_level < 0:
         return
     if compiling or forward_ad.unpack_dual(tensor).tangent is not None:
