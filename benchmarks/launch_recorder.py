@@ -24,8 +24,9 @@ from triton.runtime.jit import JITFunction
 
 from core_triton import chunked, launch, problem, scaled_exp
 
-SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448}  # maximal bytes per block on A100, L40S, H200, B200
-MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
+# Maximal bytes per block on A100, L40S, H200, B200 and RTX 5090.
+SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 170}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPES = {
     torch.float32: "fp32",

@@ -140,7 +140,7 @@ def linear_cross_entropy(
             for label smoothing with a 16-bit input.
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
-            the kernels that "triton" runs on compute capability 8.x.
+            the kernels that "triton" runs on an A100, or on the GPU if its compute capability is 8.x.
         grad_into: (V, D) float32 buffer, contiguous, for example Megatron's `weight.main_grad`, or the `grad` of a
             float32 head. The gradient of linear_weight is added to it, in float32, and linear_weight gets none from
             autograd, so there is no second (V, D) buffer, and the gradients of several calls and of a tied embedding
@@ -165,9 +165,9 @@ def linear_cross_entropy(
             tokens of the call (their number, order, values and range of logits) and of memory_budget. The order of sums
             is then fixed, which takes longer if d_input has few tiles (`explain` shows this). With "mean" it holds for
             the same denominator: pass a normalizer. d_weight is a sum over tokens. It needs the kernels, a bfloat16
-            input, label_smoothing 0 and saved_budget 0; and for the gradient of input compute capability 8.x or 9.0 and
-            a bfloat16 linear_weight whose rows start at multiples of 16 bytes. Results of another GPU, of another
-            version or of another engine's head may differ in their last bits.
+            input, label_smoothing 0 and saved_budget 0; and for the gradient of input compute capability 8.x, 9.0 or
+            12.x and a bfloat16 linear_weight whose rows start at multiples of 16 bytes. Results of another GPU, of
+            another version or of another engine's head may differ in their last bits.
         vocab_group: process group whose ranks have the same tokens and different classes. linear_weight and linear_bias
             are this rank's shard: the same number of rows on all ranks, or vocab_size classes divided as `torch.chunk`
             divides them. vocab_size is the number of all classes, and without it all rows are classes. input, target,
@@ -678,8 +678,8 @@ def explain(
             `linear_log_probs` with a gradient of the entropy. The backward pass of `linear_log_probs` may need that
             gradient, so its forward pass raises an error for the same memory_budget as this function with with_entropy.
             A token loss with reduction "mean" or "sum" needs a few more bytes for each token.
-        device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
-            the tensors may be on any device. None is the plan of input's device.
+        device: the plan is that of this GPU: "a100", "b200", "h100", "h200", "l40s", "rtx4090" or "rtx5090". The
+            machine needs no GPU, and the tensors may be on any device. None is the plan of input's device.
         vocab_group: as given to the call. linear_weight and grad_into are this rank's shard.
         sequence_parallel: as given to the call. input has this rank's tokens.
 

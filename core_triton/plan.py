@@ -208,7 +208,7 @@ class ExecutionPlan:
         others = self.others
         family = "Triton's, for rows of stored logits" if self.path == "stored_logits" else None
         if self.tile is not None:
-            triton = "Triton's, for compute capability 8.x" if self.pointers else "Triton's, for any GPU"
+            triton = "Triton's, for compute capability 8.x and 12.x" if self.pointers else "Triton's, for any GPU"
             family = "Hopper's, in Gluon" if self.hopper else triton
         float32 = self.float32_programs > 0
         ours = {
@@ -318,7 +318,7 @@ def why_variant(key: PlanKey, plan: ExecutionPlan) -> str | None:
             "needs a linear_weight whose rows start at multiples of 16 bytes for the gradient of input, "
             f"got shape {w.shape} with strides {w.strides}"
         )
-    return f"needs compute capability 8.x or 9.0 for the gradient of input, got {key.device.capability / 10}"
+    return f"needs compute capability 8.x, 9.0 or 12.x for the gradient of input, got {key.device.capability / 10}"
 
 
 def _any_plan(key: PlanKey) -> ExecutionPlan:
@@ -347,10 +347,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     if key.implementation == "triton_sm80" and capability >= 90:
         # The times of these kernels, relative to those of memory, are about the same on a newer GPU as on an A100.
         capability, gpu = 80, "a100"
+    # Otherwise Triton would compile kernels of 8.0 to other instructions (wgmma) on a newer GPU.
+    arch = "sm80" if capability < 90 <= key.device.capability and key.device.type == "cuda" else None
+    capability = tile_config.kernel_capability(capability)
     hopper = capability == 90 and key.device.type == "cuda"
     pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
-    # Otherwise Triton would compile them to other instructions (wgmma) on a newer GPU.
-    arch = "sm80" if pointers and key.device.capability >= 90 and key.device.type == "cuda" else None
     width = hidden * (1 + key.splits_head)  # of the operands of the logits
     tile = tile_config.choose_tile(capability, width)
     casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)

@@ -34,8 +34,17 @@ class TileConfig:
     group: int
 
 
+def kernel_capability(capability: int) -> int:
+    """Returns the compute capability whose kernels run on a GPU of compute capability 80, 90, 100, ...
+
+    GPUs of 12.x (GeForce RTX 50, RTX PRO Blackwell, GB10) have the matrix instructions (mma.sync) and the shared memory
+    of 8.9, not those of 9.0 (wgmma) or 10.0 (tcgen05). The kernels for any GPU fit them, but spill registers.
+    """
+    return 89 if capability >= 120 else capability
+
+
 def choose_tile(capability: int, hidden: int) -> TileConfig:
-    """Returns the tile of logits for 16-bit operands on a GPU of compute capability 80, 90, 100, ...
+    """Returns the tile of logits for 16-bit operands for the kernels of compute capability 80, 90, 100, ...
 
     - Hopper: two warpgroups of 64 x 256. Their accumulators fill the registers. Their three stages and the
       staging buffer of the store fill the shared memory.

@@ -711,8 +711,8 @@ def explain(
         grad_into, head_precision, batch_invariant: as given to the call.
         with_entropy: whether the call is `linear_token_loss` with a token_loss that takes the entropy, or
             `linear_log_probs` with a gradient of the entropy.
-        device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
-            the arrays may be on any device. None is the plan of input's device.
+        device: the plan is that of this GPU: "a100", "b200", "h100", "h200", "l40s", "rtx4090" or "rtx5090". The
+            machine needs no GPU, and the arrays may be on any device. None is the plan of input's device.
         vocab_axis_name: as given to the call. linear_weight and grad_into are the shards of one device, of which all
             rows count as classes: vocab_size is not used. Outside of `jax.shard_map` the plan is that of 8 devices.
 

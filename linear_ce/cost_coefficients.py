@@ -47,10 +47,14 @@ H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0
 A100_ANY = CostCoefficients(25.0, 4600.0, 400.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 L40S_ANY = CostCoefficients(28.0, 5200.0, 450.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+RTX5090_ANY = CostCoefficients(59.0, 10900.0, 940.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+B200_ANY = CostCoefficients(4.8, 880.0, 77.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 
 COEFFICIENTS = {
     ("a100", "torch"): A100_ANY,
     ("a100", "jax"): A100_ANY,
+    ("b200", "torch"): B200_ANY,
+    ("b200", "jax"): B200_ANY,
     ("h100", "torch"): CostCoefficients(11.8, 1270.0, 417.0, 100.0, 0.054, 0.34, 0.0, 117.0, 0.0),
     ("h100", "jax"): CostCoefficients(11.0, 3540.0, 202.0, 60.4, 0.353, 0.726, 0.0, 76.0, 375.0),
     ("h200", "torch"): CostCoefficients(12.0, 2720.0, 440.0, 16.1, 0.046, 0.74, 0.0, 68.0, 29.0, 0.0, 0.2, 100.0),
@@ -59,4 +63,6 @@ COEFFICIENTS = {
     ("l40s", "jax"): L40S_ANY,
     ("rtx4090", "torch"): RTX4090_ANY,
     ("rtx4090", "jax"): RTX4090_ANY,
+    ("rtx5090", "torch"): RTX5090_ANY,
+    ("rtx5090", "jax"): RTX5090_ANY,
 }

@@ -20,11 +20,16 @@ MIB = 2**20
 
 GPUS = {
     "a100": GPU(80, 108, 2.04e12, 40 * MIB),  # 80 GB, SXM
+    "b200": GPU(100, 148, 8.0e12, 126 * MIB),  # SXM
     "h100": GPU(90, 132, 3.35e12, 50 * MIB),  # SXM
     "h200": GPU(90, 132, 4.8e12, 60 * MIB),
     "l40s": GPU(89, 142, 0.864e12, 96 * MIB),
     "rtx4090": GPU(89, 128, 1.01e12, 72 * MIB),
+    "rtx5090": GPU(120, 170, 1.79e12, 96 * MIB),
 }
+
+
+ALIKE = ((120, "rtx5090"), (100, "b200"), (90, "h100"), (81, "l40s"), (0, "a100"))  # by the least capability
 
 
 def gpu_named(name: str) -> GPU:
@@ -41,21 +46,22 @@ def known_gpu(reported: str, capability: int) -> str:
 
     The device is one of `GPUS` if the name that its driver reports contains that name as a word: "NVIDIA H100 80GB
     HBM3" is an "h100", and "NVIDIA GeForce RTX 4090" an "rtx4090". Any other device counts as an "a100" with compute
-    capability 8.0 or an unknown one (0), as an "l40s" with 8.6 to 8.9, and as an "h100" with 9.0 or later. This only
-    affects how fast a call runs and how often its sums are rounded.
+    capability 8.0 or an unknown one (0), as an "l40s" with 8.6 to 8.9, as an "h100" with 9.0, as a "b200" with 10.0 to
+    11.0, and as an "rtx5090" with 12.0 or later. This only affects how fast a call runs and how often its sums are
+    rounded.
 
     Args:
         reported: `torch.cuda.get_device_name` or JAX's `device_kind`; "" if unknown.
         capability: compute capability, 80 is 8.0.
 
     Example:
-        >>> known_gpu("NVIDIA H200", 90), known_gpu("NVIDIA H20", 90), known_gpu("NVIDIA RTX A1000", 86)
-        ('h200', 'h100', 'l40s')
+        >>> known_gpu("NVIDIA H200", 90), known_gpu("NVIDIA H20", 90), known_gpu("NVIDIA GB10", 121)
+        ('h200', 'h100', 'rtx5090')
     """
     words = re.split(r"[^a-z0-9]+", reported.lower())
     names = {*words, *(first + second for first, second in itertools.pairwise(words))}  # "rtx 4090" is "rtx4090"
     found = next((name for name, gpu in GPUS.items() if name in names and capability in (0, gpu.capability)), None)
-    return found or ("h100" if capability >= 90 else "l40s" if capability > 80 else "a100")
+    return found or next(name for least, name in ALIKE if capability >= least)
 
 
 # For `share_added_in_l2`: shares, each with the fewest rows of a chunk that it is used for.

@@ -137,6 +137,12 @@ TRITON_KERNELS = (
         "core_triton/kernels.py", "8 if crowded and plan.pointers", "4 if crowded and plan.pointers", COMPILED_SM80
     ),
     Mutation("core_triton/tile_config.py", "block_d=64, num_stages=2", "block_d=64, num_stages=3", AMPERE),
+    Mutation(
+        "core_triton/tile_config.py",
+        "return 89 if capability >= 120 else capability",
+        "return 89 if capability > 120 else capability",
+        tests("core_triton_errors", "explain_of_a_gpu"),
+    ),
     Mutation("core_triton/ampere_common.py", "wait_group(STAGES - 2)", "wait_group(STAGES - 1)", INPUT_GRAD),
     Mutation(
         "core_triton/ampere_common.py",

@@ -61,7 +61,7 @@ def innermost_loop(sass: str, opcode: str) -> list[Instruction]:
     code = [Instruction(int(address, 16), name, rest.strip()) for address, name, rest in INSTRUCTION.findall(sass)]
     loops = []
     for branch in code:
-        target = re.search(r"0x([0-9a-f]+)", branch.operands) if branch.opcode == "BRA" else None
+        target = re.search(r"0x([0-9a-f]+)", branch.operands) if branch.opcode in ("BRA", "BRA.U") else None
         if target is not None and int(target[1], 16) < branch.address:
             loop = [one for one in code if int(target[1], 16) <= one.address <= branch.address]
             if any(one.opcode.startswith(opcode) for one in loop):
@@ -78,7 +78,7 @@ def missing_overlap(sass: str) -> str | None:
     """Returns why the loop of a matmul does not copy asynchronously (cp.async, LDGSTS) while it multiplies, or None.
 
     Args:
-        sass: of a kernel for compute capability 8.x.
+        sass: of a kernel for compute capability 8.x or 12.x.
     """
     loop = innermost_loop(sass, "LDGSTS")
     if not loop:

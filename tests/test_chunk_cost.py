@@ -214,7 +214,12 @@ def test_every_gpu_has_coefficients(key: tuple[str, str]) -> None:
         ("NVIDIA L40S", 89, "l40s"),
         ("NVIDIA GeForce RTX 4090", 89, "rtx4090"),
         ("NVIDIA H20", 90, "h100"),
-        ("NVIDIA B200", 100, "h100"),
+        ("NVIDIA B200", 100, "b200"),
+        ("NVIDIA B300 SXM6 AC", 103, "b200"),
+        ("NVIDIA Thor", 110, "b200"),
+        ("NVIDIA GeForce RTX 5090", 120, "rtx5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 120, "rtx5090"),
+        ("NVIDIA GB10", 121, "rtx5090"),
         ("NVIDIA RTX A6000", 86, "l40s"),
         ("NVIDIA A30", 80, "a100"),
         ("", 0, "a100"),
@@ -335,7 +340,7 @@ def test_frozen_arrays_and_gpus_without_the_kernels_of_hopper_have_an_estimate(f
         assert (choice.chunk.d_input is None) == ("d_input" in frozen)
         assert made.chunks.rows >= 1536
         assert made.chunks.rows % 128 == 0
-    for gpu in ("a100", "l40s", "rtx4090"):
+    for gpu in ("a100", "l40s", "rtx4090", "rtx5090"):
         made, choice, _ = chosen(framework, 8192, *LLAMA, 512 * MIB, gpu=gpu)
         assert made.path == "scaled_exp"
         assert choice.call.d_weight_kernel == (framework == "torch")

@@ -23,7 +23,7 @@ from core_triton.row_math import Coefficients
 from core_triton.token_ops import TokenCall, run_token_loss
 from linear_ce.statistics import check_stats
 
-GPUS = ("a100", "h100", "h200", "l40s", "rtx4090")
+GPUS = ("a100", "h100", "h200", "l40s", "rtx4090", "rtx5090")
 TOKENS = (1, 2, 15, 16, 17, 127, 128, 129, 1000, 4999, 8192, 100_003)
 
 

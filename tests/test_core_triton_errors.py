@@ -335,7 +335,7 @@ def test_explain_prints_the_plan() -> None:
         core_triton.explain(x, w.T)
 
 
-AMPERE = "Triton's, for compute capability 8.x, tiles of 128 rows x 128 classes"
+AMPERE = "Triton's, for compute capability 8.x and 12.x, tiles of 128 rows x 128 classes"
 
 
 @pytest.mark.parametrize(
@@ -343,6 +343,13 @@ AMPERE = "Triton's, for compute capability 8.x, tiles of 128 rows x 128 classes"
     [
         ("a100", None, AMPERE, "logits, d_input, d_weight by our kernels"),
         ("rtx4090", "triton", AMPERE, "logits, d_input, d_weight by our kernels"),
+        ("rtx5090", None, AMPERE, "logits, d_input, d_weight by our kernels"),
+        (
+            "b200",
+            None,
+            "Triton's, for any GPU, tiles of 128 rows x 128 classes",
+            "logits by our kernels; d_input, d_weight by cuBLAS",
+        ),
         ("l40s", "triton_sm80", AMPERE, "logits, d_input, d_weight by our kernels"),
         ("h200", "triton_sm80", AMPERE, "logits, d_input, d_weight by our kernels"),
         (
@@ -472,7 +479,7 @@ def test_explain_names_logits_that_are_computed_again() -> None:
 
 def test_explain_of_a_gpu_without_a_name() -> None:
     x, w = torch.empty(4, 8), torch.empty(10, 8)
-    known = "'a100', 'h100', 'h200', 'l40s', 'rtx4090'"
+    known = "'a100', 'b200', 'h100', 'h200', 'l40s', 'rtx4090', 'rtx5090'"
     with pytest.raises(ValueError, match=f"^device must be one of {known}, got 'v100'$"):
         core_triton.explain(x, w, device="v100")
 

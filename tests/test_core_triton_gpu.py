@@ -32,6 +32,8 @@ from torch_gpu import (
 from torch_problem import FUNCTIONS, leaves, total
 
 import core_triton
+from core_triton import replay, tile_config
+from core_triton.plan import make_plan
 from parity.cases import Case, cases
 
 pytestmark = pytest.mark.gpu
@@ -98,6 +100,18 @@ def test_a_first_chunk_in_the_memory_of_d_weight(
     they are multiplied by 6, most rows of float16 are shifted."""
     if implementation == "triton" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only the kernels for Hopper and for compute capability 8.x have pieces")
+    check_a_first_chunk(n, mebibytes, options, implementation, dtype, head, transposed)
+
+
+def check_a_first_chunk(
+    n: int,
+    mebibytes: int,
+    options: dict[str, Any],
+    implementation: str,
+    dtype: torch.dtype,
+    head: torch.dtype,
+    transposed: bool,
+) -> None:
     d, v = 1024, 40008
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, w, bias = (torch.randn(*shape, device=DEVICE, generator=generator) for shape in ((n, d), (v, d), (v,)))
@@ -112,8 +126,11 @@ def test_a_first_chunk_in_the_memory_of_d_weight(
     if head == torch.float32:
         ours |= {"head_precision": "float32"}
     chunks: Any = core_triton.explain(x, w, vocab_size=v - 18, **ours).plan.chunks
-    assert chunks.first_rows > 0
-    assert 0 < chunks.piece < v // 2 + 1024  # at least two pieces
+    if mebibytes < 100:
+        assert chunks.first_rows > 0
+        assert 0 < chunks.piece < v // 2 + 1024  # at least two pieces
+    else:
+        assert chunks.rows == n
 
     def run(*arrays: Tensor, **more: Any) -> list[Tensor]:
         x, w, bias = (array.clone().requires_grad_() for array in arrays)
@@ -128,6 +145,34 @@ def test_a_first_chunk_in_the_memory_of_d_weight(
     assert_close(found[:1], wanted[:1], 1e-5)
     assert_close(found[1:], wanted[1:], 6e-3 if dtype == torch.bfloat16 else 1e-3)
     assert_same(found, run(x, w, bias, **ours))
+
+
+@pytest.fixture
+def tiles_of_ada(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gives "triton_sm80" the tiles that it has for compute capability 8.9 and 12.x, which take less shared memory."""
+
+    def forget() -> None:
+        make_plan.cache_clear()
+        replay._recordings.clear()
+
+    monkeypatch.setattr(tile_config, "kernel_capability", lambda capability: 89 if capability == 80 else capability)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("tiles_of_ada")
+@pytest.mark.parametrize(
+    ("dtype", "transposed"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "logit_scale": 0.5}, {"logit_scale": 20.0}], ids=str)
+@pytest.mark.parametrize("mebibytes", [24, 400])
+def test_tiles_of_ada(mebibytes: int, options: dict[str, Any], dtype: torch.dtype, transposed: bool) -> None:
+    """A first chunk in pieces and other chunks, and one chunk."""
+    x, w = (torch.empty(*shape, device="meta", dtype=dtype) for shape in ((1000, 1024), (40008, 1024)))
+    tile: Any = core_triton.explain(x, w, implementation="triton_sm80", device="h200").plan.ampere_tile
+    assert (tile.block_d, tile.num_stages) == (32, 3)
+    check_a_first_chunk(1000, mebibytes, options, "triton_sm80", dtype, dtype, transposed)
 
 
 # The range of float16.

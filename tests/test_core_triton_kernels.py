@@ -290,13 +290,20 @@ FOR_AMPERE = (
     "stats-transposed",
     "smoothing-transposed",
 )  # run only for compute capability 8.x: kernels that spilled
+
+
+def of_ampere(arch: int) -> bool:
+    """Whether a GPU runs the kernels for compute capability 8.x."""
+    return tile_config.kernel_capability(arch) < 90
+
+
 # Those of `FOR_HOPPER` that have kernels on other GPUs which no remaining call launches.
 WITH_OTHER_KERNELS = ["train-long", "split-transposed", "smoothing-fp16-head32"]
 COMPILED = [
     (arch, name)
     for arch in SHARED_MEMORY
     for name in LAUNCHING
-    if (arch == 90 or name not in FOR_HOPPER) and (arch < 90 or name not in FOR_AMPERE)
+    if (arch == 90 or name not in FOR_HOPPER) and (of_ampere(arch) or name not in FOR_AMPERE)
 ]
 
 
@@ -308,9 +315,9 @@ def multiplies(launch: Launch) -> str:
 
 
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each program takes besides its own
-MATRIX_UNITS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+MATRIX_UNITS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05", 120: "mma.sync"}
 # The GPUs and operand dtypes of which the tests compile a launch of each kernel.
-SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (89, "bf16"), (100, "bf16")]
+SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (89, "bf16"), (100, "bf16"), (120, "bf16")]
 
 
 @cache
@@ -321,7 +328,7 @@ def launches(arch: int, name: str) -> list[Launch]:
 
 def sample(arch: int, operands: str) -> list[Launch]:
     """Returns a launch of each kernel that multiplies these operands on a GPU, with as many switches on as possible."""
-    names = [name for name in LAUNCHING if (arch, name) not in SPILLS and (arch > 90 or (arch, name) in COMPILED)]
+    names = [name for name in LAUNCHING if (arch, name) not in SPILLS and (arch == 100 or (arch, name) in COMPILED)]
     found: dict[tuple[str, str], Launch] = {}
     for launch in (launch for name in names for launch in launches(arch, name) if multiplies(launch) == operands):
         place = launch.kernel.__module__, launch.kernel.__name__
@@ -407,7 +414,7 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
         assert_fits(launch, arch)
         assert_no_spill(launch, arch)
     overlap = [launch for launch in chosen if operands and "hopper" in launch.kernel.__module__]
-    pipelined = chosen if operands and arch < 90 else []
+    pipelined = chosen if operands and of_ampere(arch) else []
     disassemble_all([*overlap, *pipelined], arch)
     for launch in overlap:
         assert_overlaps(launch)
@@ -449,7 +456,7 @@ AMPERE_INNER = {
 }
 
 
-@pytest.mark.parametrize(("arch", "step", "stages"), [(80, 64, 2), (89, 32, 3)])
+@pytest.mark.parametrize(("arch", "step", "stages"), [(80, 64, 2), (89, 32, 3), (120, 32, 3)])
 def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, step: int, stages: int) -> None:
     chosen = [launch for launch in sample(arch, "bf16") if "ampere" in launch.kernel.__module__]
     assert {launch.kernel.__name__ for launch in chosen} == {*AMPERE_INNER}
@@ -505,7 +512,7 @@ def test_pieces_for_compute_capability_8_move_16_bytes_at_a_time(
         assert stores is None or sass.count("STG.E.128") == stores, name
 
 
-@pytest.mark.parametrize("arch", [80, 89])
+@pytest.mark.parametrize("arch", [80, 89, 120])
 def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -> None:
     """Its operands are turned on the way from shared memory (ldmatrix.trans). The old tile is loaded after the loop,
     and prefetched to L2 before."""
@@ -527,7 +534,7 @@ def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -
 def test_what_a_call_launches_compiles_and_fits(arch: int, name: str) -> None:
     for launch in launches(arch, name):
         assert_fits(launch, arch)
-        if arch < 90 and multiplies(launch):
+        if of_ampere(arch) and multiplies(launch):
             assert_pipelined(launch, arch)
 
 
@@ -665,14 +672,14 @@ def test_every_kernel_is_launched(arch: int) -> None:
     }
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients", "core_triton.input_grad"}
-    if arch < 90:
+    if of_ampere(arch):
         modules |= {"core_triton.ampere_logits", "core_triton.ampere_gradients", "core_triton.input_grad"}
     for module in modules:
         expected = kernels_of(sys.modules[module])
-        if module == "core_triton.kernels" and arch <= 90:  # other files have these kernels for 16-bit operands
+        if module == "core_triton.kernels" and arch != 100:  # other files have these kernels for 16-bit operands
             hopper = {"exponentials_kernel", "statistics_kernel", "d_logits_kernel"}
             expected -= hopper if arch == 90 else {"exponentials_kernel"}
-        if arch > 90:  # cuBLAS, which computes d_input there, reads no pieces
+        if arch == 100:  # cuBLAS, which computes d_input there, reads no pieces
             expected -= {"finish_rows_of_pieces_kernel", "align_of_pieces_kernel"}
         assert expected <= {kernel for owner, kernel in launched if owner == module}
 

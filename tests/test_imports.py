@@ -273,6 +273,7 @@ ONE_FRAMEWORK_ONLY = {
         *("TokenFunction", "TokenNeedsGrad", "TokenRows", "row_token_losses", "row_token_gradients"),
     },
     "tile_config.py": {
+        "kernel_capability",  # Pallas' Triton kernels are the same on every GPU
         "padded_hidden",  # JAX makes no padded copies for TMA
         *("choose_ampere_tile", "DInputTiling", "choose_d_input_tiling"),  # Pallas has no such kernels
         *("TritonTile", "triton_tile", "unaligned"),  # a separate backend from the Hopper kernels

@@ -172,7 +172,12 @@ def test_temporaries_of_more_shapes(target: str) -> None:
 
 # Each implementation with the GPUs that it runs on by default. XLA compiles no kernel that takes more shared memory
 # than its target has: 163 KB on an A100, 99 KB on an RTX 4090.
-IMPLEMENTED = [("mosaic", "h200"), ("pallas_triton", "a100"), ("pallas_triton", "rtx4090")]
+IMPLEMENTED = [
+    ("mosaic", "h200"),
+    ("pallas_triton", "a100"),
+    ("pallas_triton", "rtx4090"),
+    ("pallas_triton", "rtxpro6000"),
+]
 
 # XLA does not see all of the memory that kernels use while they run.
 
@@ -252,7 +257,7 @@ def test_float16_compiles_and_fits(mode: str, shape: tuple[int, int], axis: int,
 
 # Equal chunks, and one chunk.
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["a100", "rtx4090", "h200"])
+@pytest.mark.parametrize("target", ["a100", "rtx4090", "rtxpro6000", "h200"])
 @pytest.mark.parametrize(("n", "shape", "axis"), [(8192, QWEN, 0), (8320, LLAMA, 1), (512, QWEN, 1)])
 def test_float16_of_pallas_triton_compiles_and_fits(
     n: int, shape: tuple[int, int], axis: int, target: str, tmp_path: Path
@@ -380,7 +385,7 @@ def check_proxy(kept: Path, shape: Shape) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["a100", "rtx4090"])
+@pytest.mark.parametrize("target", ["a100", "rtx4090", "rtxpro6000"])
 def test_pallas_triton_compiles_and_fits(target: str, tmp_path: Path) -> None:
     check(compile_all([("train", 8320, *QWEN, 0)], target, "pallas_triton", tmp_path), KERNEL_LIMITS)  # equal chunks
     check_kernels(tmp_path, "exponentials_kernel", "target_rows_kernel")
@@ -390,7 +395,7 @@ def test_pallas_triton_compiles_and_fits(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["a100", "rtx4090"])
+@pytest.mark.parametrize("target", ["a100", "rtx4090", "rtxpro6000"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pallas_triton_copies_while_it_multiplies(axis: int, target: str, tmp_path: Path) -> None:
     # XLA's GEMMs cannot read padded exponentials, so the gradients need d_logits.

@@ -427,13 +427,15 @@ def check(results: list[dict[str, Any]]) -> None:
         assert result["temporaries"] <= 4 * 4 * n * blocks + 2**20, f"{result}: temporaries exceed the tiles' sums"
 
 
-@pytest.mark.parametrize("target", [pytest.param("h200", marks=SLOW), "a100", pytest.param("rtx4090", marks=SLOW)])
+@pytest.mark.parametrize(
+    "target", [pytest.param("h200", marks=SLOW), "a100", pytest.param("rtx4090", marks=SLOW), "rtxpro6000"]
+)
 def test_kernels_compile_and_fit(target: str) -> None:
     check(compile_all(target, [{"shape": "llama", "dtype": "bfloat16", "functions": FUNCTIONS}]))
 
 
 @SLOW
-@pytest.mark.parametrize("target", ["a100", "rtx4090"])
+@pytest.mark.parametrize("target", ["a100", "rtx4090", "rtxpro6000"])
 def test_kernels_with_options_compile_and_fit(target: str) -> None:
     capped = {"shape": "gemma", "dtype": "bfloat16", "vocab_axis": 1, "options": True, "softcap": 30.0}
     exact = {"shape": "small", "dtype": "float32", "functions": ["exponentials"]}
@@ -442,7 +444,7 @@ def test_kernels_with_options_compile_and_fit(target: str) -> None:
 
 @SLOW
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("target", ["h200", "a100", "rtx4090"])
+@pytest.mark.parametrize("target", ["h200", "a100", "rtx4090", "rtxpro6000"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_of_more_shapes_compile_and_fit(target: str, dtype: str) -> None:
     every = [

@@ -378,7 +378,13 @@ def test_explain_of_a_gpu_that_is_not_present() -> None:
 
 @pytest.mark.parametrize(
     ("device", "name"),
-    [("a100", "pallas_triton"), ("l40s", "pallas_triton"), ("rtx4090", "pallas_triton"), ("h100", "mosaic")],
+    [
+        ("a100", "pallas_triton"),
+        ("l40s", "pallas_triton"),
+        ("rtx4090", "pallas_triton"),
+        ("rtx5090", "pallas_triton"),
+        ("h100", "mosaic"),
+    ],
 )
 def test_explain_of_a_gpu_by_name(device: str, name: str) -> None:
     explained = explain(shape(4, 2048, 896), shape(151936, 896), device=device)
@@ -387,7 +393,7 @@ def test_explain_of_a_gpu_by_name(device: str, name: str) -> None:
 
 
 def test_explain_of_a_gpu_that_cannot_run_the_call() -> None:
-    known = "'a100', 'h100', 'h200', 'l40s', 'rtx4090'"
+    known = "'a100', 'b200', 'h100', 'h200', 'l40s', 'rtx4090', 'rtx5090'"
     with pytest.raises(ValueError, match=f"^device must be one of {known}, got 'v100'$"):
         explain(shape(4, 8), shape(10, 8), device="v100")
     with pytest.raises(ValueError, match=r"compute capability 9\.0, the device has 8\.0"):
