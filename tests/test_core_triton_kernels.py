@@ -641,6 +641,15 @@ SPILLS = {
     },
 }
 SPILLS[100, "shard-stats"] = SPILLS[100, "token-stats"]
+# The sample of the logits of a float16 call: one launch for a tile of classes.
+SPILLS |= {
+    (120, f"{name}-fp16"): {f"kernels.statistics_kernel(; W_BY_CLASS{options})": stack}
+    for name, options, stack in (
+        *((name, "", 80) for name in ("train", "pieces", "smoothing", "saved", "token-stats")),
+        ("shard", ",HAS_BIAS", 88),
+        *((name, ",HAS_BIAS,HAS_SOFTCAP", 256) for name in ("options", "entropy")),
+    )
+}
 
 
 @pytest.mark.slow
