@@ -181,6 +181,35 @@ def test_the_loss_is_computed_in_one_call_of_the_head(llama: Any) -> None:
     assert seen[1].ndim == 0
 
 
+HOOKS: dict[str, tuple[Any, bool]] = {  # and whether they change what the head returns
+    "nothing": (lambda module, args, output: None, False),
+    "copy": (lambda module, args, output: output.clone(), False),
+    "dtype": (lambda module, args, output: output.double(), False),
+    "factor": (lambda module, args, output: 2 * output, True),
+    "in place": (lambda module, args, output: output.mul_(2) and None, True),
+    "tuple": (lambda module, args, output: (output,), True),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_forward_hook_of_the_head_may_not_change_the_loss(llama: Any, name: str) -> None:
+    """Without the patch it changes the logits."""
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    expected = step(llama, inputs)
+    hook, changes = HOOKS[name]
+    llama.lm_head.register_forward_hook(hook)
+    with patch(llama):
+        if changes:
+            with pytest.raises(ValueError, match=r"a forward hook of its head changes.*not the logits: <lambda>"):
+                step(llama, inputs)
+        else:
+            assert difference(step(llama, inputs), expected) <= TOLERANCE
+    nan = {"input_ids": tokens(), "labels": tokens() + VOCABULARY}
+    if not changes:
+        with patch(llama):
+            assert llama(**nan).loss.isnan()
+
+
 USES: dict[str, Any] = {
     "shape": lambda logits: logits.shape,
     "argmax": lambda logits: logits.argmax(-1),
@@ -365,6 +394,13 @@ def test_what_is_refused_before_a_step(llama: Any) -> None:
         patch(llama)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_labels_of_another_dtype_are_refused(llama: Any, dtype: torch.dtype) -> None:
+    patch(llama)
+    with pytest.raises(TypeError, match=f"labels of LlamaForCausalLM must have an integer dtype, got {str(dtype)[6:]}"):
+        llama(input_ids=tokens(), labels=tokens().to(dtype))
+
+
 def test_what_is_refused_in_a_step(llama: Any) -> None:
     model = make("ProphetNetForCausalLM")
     patch(model)
@@ -506,6 +542,24 @@ def test_adapters_of_peft() -> None:
     model = peft.get_peft_model(make(LLAMA), peft.LoraConfig(r=4, target_modules={"lm_head"}))
     with pytest.raises(ValueError, match=r"its head has an adapter of peft \(Linear\).*modules_to_save"):
         patch(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # peft uses it
+@pytest.mark.parametrize("first", [True, False])
+def test_a_tied_head_that_peft_copies(first: bool) -> None:
+    """in_features and out_features of peft's copy are in the other order."""
+    peft = pytest.importorskip("peft")
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    base = make(LLAMA, tie_word_embeddings=True)
+    if first:
+        patch(base)
+    config = peft.LoraConfig(target_modules={"q_proj"}, modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    model = peft.get_peft_model(base, config)
+    if not first:
+        patch(model)
+    found = step(model, inputs)
+    unpatch(model)
+    assert difference(found, step(model, inputs)) <= TOLERANCE
 
 
 @pytest.mark.slow

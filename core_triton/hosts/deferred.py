@@ -40,23 +40,26 @@ class ForwardCall:
         self.options = options
         self.how_to_get_logits = how_to_get_logits
         self.losses = 0
+        self.computed: Tensor | None = None  # the last loss, as it was before hooks of the head
         self.sources: list[Source] = []
         self.ended = False
 
     def end(self) -> None:
         """Ends the call: its stand-ins release the hidden states, and raise an error for any use."""
         self.ended = True
+        self.computed = None
         for source in self.sources:
             source.hidden = None
 
 
 class Source:
-    """Hidden states and the head that gets them."""
+    """Hidden states, the head that gets them, and the number of its classes."""
 
-    def __init__(self, call: ForwardCall, head: "FusedHead", hidden: Tensor) -> None:
+    def __init__(self, call: ForwardCall, head: "FusedHead", hidden: Tensor, classes: int) -> None:
         self.call = call
         self.head = head
         self.hidden: Tensor | None = hidden
+        self.classes = classes
         call.sources.append(self)
 
 
@@ -74,11 +77,17 @@ class FusedHead(nn.Linear):
 
     def __call__(self, input: Tensor, *args: Any, loss: HeadLoss | None = None, **kwargs: Any) -> Any:
         call = self.forward_call
-        if loss is not None:
-            return super().__call__(input, *args, loss=loss, **kwargs)
-        if call is None:
-            return super().__call__(input, *args, **kwargs)
-        return DeferredLogits(Source(call, self, input), self.out_features)
+        if call is None or loss is not None:
+            kwargs = kwargs if loss is None else {**kwargs, "loss": loss}
+            output = super().__call__(input, *args, **kwargs)
+            if loss is not None and call is not None and self._forward_hooks:
+                self._check_hooks(call, output)
+            return output
+        # Not out_features: peft's copy of a tied head (`ensure_weight_tying`) has the sizes in the other order. Outside
+        # of the call of the head, ZeRO-3 leaves a weight of shape (0,).
+        weight = self.weight
+        classes = weight.shape[0] if weight.ndim == 2 else self.out_features
+        return DeferredLogits(Source(call, self, input, classes), classes)
 
     def forward(self, input: Tensor, loss: HeadLoss | None = None) -> Tensor:
         if loss is None:
@@ -87,7 +96,36 @@ class FusedHead(nn.Linear):
             raise ValueError(
                 "the head's weight is a DTensor in its forward call: tensor parallelism of the head is not supported"
             )
-        return linear_cross_entropy(input, self.weight, loss.target, linear_bias=self.bias, **loss.options)
+        computed = linear_cross_entropy(input, self.weight, loss.target, linear_bias=self.bias, **loss.options)
+        if self.forward_call is not None:
+            self.forward_call.computed = computed
+        return computed
+
+    def _check_hooks(self, call: ForwardCall, output: Any) -> None:
+        """Checks that forward hooks left the loss as it is, because they are meant to change logits. Those of FSDP2 and
+        ZeRO-3 return it in another tensor, or rounded to another dtype."""
+        hooks = [hook for hook in self._forward_hooks.values() if not _is_of_sharding(hook)]
+        computed = call.computed
+        if not hooks or computed is None:
+            return
+        names = ""
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace versions, values and names
+            if computed._version == 0 and isinstance(output, Tensor) and output.shape == computed.shape:
+                value = computed.detach().to(output.dtype)
+                if output is computed or bool(((output.detach() == value) | value.isnan()).all()):
+                    return
+            names = ": " + ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+        elif output is computed:
+            return
+        raise ValueError(
+            f"{call.model_name} is not supported: a forward hook of its head changes what the head returns, which is "
+            f"the loss and not the logits{names}"
+        )
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Returns whether a hook is one of PyTorch or DeepSpeed, which gather and free the weight."""
+    return (getattr(hook, "__module__", None) or "").split(".")[0] in ("torch", "deepspeed")
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -133,7 +171,7 @@ class DeferredLogits:
         )
 
     def _with(self, hidden: Tensor | None = None, classes: int | None = None) -> "DeferredLogits":
-        source = self._source if hidden is None else Source(self._source.call, self._source.head, hidden)
+        source = self._source if hidden is None else Source(self._source.call, self._source.head, hidden, self._source.classes)
         return DeferredLogits(source, self._classes if classes is None else classes, self._scale, self._softcap)
 
     # What a tensor has
@@ -265,8 +303,11 @@ class DeferredLogits:
             self._refuse(f"cross_entropy of {hidden.ndim} dimensions, which")
         if size_average is not None or reduce is not None:
             self._refuse("cross_entropy's size_average or reduce")
-        if target.is_floating_point():
+        if target.is_floating_point() and target.ndim == hidden.ndim:
             self._refuse("cross_entropy with probabilities as target")
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+            name = self._source.call.model_name
+            raise TypeError(f"labels of {name} must have an integer dtype, got {str(target.dtype)[6:]}")
         if target.shape != hidden.shape[:1]:
             raise ValueError(
                 f"{self._source.call.model_name} has {hidden.shape[0]} rows of logits and {target.numel()} labels. "
@@ -275,7 +316,7 @@ class DeferredLogits:
         call, head = self._source.call, self._source.head
         softcap = self._softcap
         if weight is not None and weight.shape == (self._classes,):  # the rows after a slice of the classes are padding
-            weight = functional.pad(weight, (0, head.out_features - self._classes))
+            weight = functional.pad(weight, (0, self._source.classes - self._classes))
         options = {
             "weight": weight,
             "reduction": reduction,
@@ -284,7 +325,7 @@ class DeferredLogits:
             # softcap * tanh(scale * t) = softcap * tanh(logit_scale * t / softcap)
             "logit_scale": self._scale if softcap is None else self._scale * softcap,
             "softcap": softcap,
-            "vocab_size": None if self._classes == head.out_features else self._classes,
+            "vocab_size": None if self._classes == self._source.classes else self._classes,
             **call.options,
         }
         call.losses += 1
