@@ -4,10 +4,11 @@ Without a GPU these kernels do not run. A stand-in for liger-kernel 0.8.5 has th
 liger_kernel/transformers/monkey_patch.py, and with the released package the modules of a model are compared.
 """
 
+import importlib
 import sys
 from collections.abc import Iterator
 from importlib import metadata, util
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -109,6 +110,41 @@ def test_an_error_of_liger_leaves_the_model_unpatched(calls: list[dict[str, Any]
     assert type(model.lm_head) is torch.nn.Linear
     patch(model, liger=True)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_the_loss_of_liger_is_refused(of_class: bool) -> None:
+    """`use_liger_kernel=True` of Trainer sets it. Other libraries may set a forward method, as accelerate does."""
+    model = make(LLAMA)
+
+    def lce_forward(self: Any) -> str:
+        return f"loss of {type(self).__name__}"
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    before = dict(vars(type(model)))
+    with patch(type(model) if of_class else model):
+        with pytest.raises(RuntimeError, match=r"^Liger's loss would replace that.*in this LlamaForCausalLM\. With use_"):
+            model.forward = MethodType(lce_forward, model)
+        assert "forward" not in vars(model)
+        model.forward = model.forward
+    assert dict(vars(type(model))) == before
+    model.forward = MethodType(lce_forward, model)
+    assert model() == "loss of LlamaForCausalLM"
+
+
+@installed
+def test_liger_of_trainer_is_refused_with_its_loss() -> None:
+    transform = importlib.import_module("liger_kernel.transformers")
+    model = make(LLAMA)
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    try:
+        with patch(model):
+            with pytest.raises(RuntimeError, match="Liger's loss would replace that of core_triton"):
+                transform._apply_liger_kernel_to_instance(model=model)
+            transform._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+    finally:
+        vars(module).update(before)
 
 
 @installed

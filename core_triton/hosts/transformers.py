@@ -61,7 +61,7 @@ class _Installed:
 
 class _ClassPatch(NamedTuple):
     installed: _Installed
-    forward: Callable[..., Any] | None  # the attribute of the class before, None if it had none
+    before: dict[str, Any]  # the attributes of the class before, None for those that it had not
 
 
 def patch(model_or_class: Any = None, *, liger: bool = False, **options: Any) -> Patch:
@@ -203,8 +203,9 @@ def _patch_model(model: PreTrainedModel, options: dict[str, Any]) -> None:
     forward = _fused_forward(cls, options, installed)
     _fused_head(model, installed)
     # Names of classes decide what transformers does, so this class has the name of the original.
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    installed.model_class = type(cls.__name__, (cls,), {**names, "forward": forward, "unpatched": cls})
+    names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    names |= {"forward": forward, "__setattr__": _without_liger_loss(cls), "unpatched": cls}
+    installed.model_class = type(cls.__name__, (cls,), names)
     model.__class__ = installed.model_class
 
 
@@ -213,17 +214,38 @@ def _patch_class(cls: type[PreTrainedModel], options: dict[str, Any]) -> None:
         raise RuntimeError(f"{cls.__name__} is patched already")
     installed = _Installed()
     forward = _fused_forward(cls, options, installed)
-    _classes[cls] = _ClassPatch(installed, vars(cls).get("forward"))
-    cls.forward = forward
+    attributes = {"forward": forward, "__setattr__": _without_liger_loss(cls)}
+    _classes[cls] = _ClassPatch(installed, {name: vars(cls).get(name) for name in attributes})
+    for name, value in attributes.items():
+        setattr(cls, name, value)
 
 
 def _unpatch_class(cls: type) -> None:
-    installed, forward = _classes.pop(cls)
+    installed, before = _classes.pop(cls)
     installed.remove()
-    if forward is None:
-        del cls.forward
-    else:
-        cls.forward = forward
+    for name, value in before.items():
+        if value is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, value)
+
+
+def _without_liger_loss(cls: type) -> Callable[[Any, str, Any], None]:
+    """Returns a `__setattr__` of a patched class that refuses Liger's forward method. It computes the loss without a
+    call of the head, so the patch would have no effect."""
+    set_attribute = cls.__setattr__
+
+    @wraps(set_attribute)
+    def guarded(self: Any, name: str, value: Any) -> None:
+        if name == "forward" and (getattr(value, "__module__", None) or "").split(".")[0] == "liger_kernel":
+            raise RuntimeError(
+                f"Liger's loss would replace that of core_triton in this {type(self).__name__}. With "
+                'use_liger_kernel=True of Trainer, set liger_kernel_config={"fused_linear_cross_entropy": False}, or '
+                "undo the patch with core_triton.hosts.transformers.unpatch"
+            )
+        set_attribute(self, name, value)
+
+    return guarded
 
 
 def _is_patched(cls: type) -> bool:
