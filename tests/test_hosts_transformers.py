@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -304,6 +305,23 @@ def test_a_forward_method_that_is_kept_after_unpatch_is_that_of_the_model(llama:
     with patch(type(llama) if of_class else llama):
         kept = llama.forward
     assert kept(input_ids=tokens(), labels=tokens()).logits.shape == (2, 9, VOCABULARY)
+
+
+def test_accelerate_unwraps_a_patched_model(llama: Any) -> None:
+    """Its autocast replaces the forward method of the model. Without it the model is still patched."""
+    operations = pytest.importorskip("accelerate.utils.operations")
+    unwrap = pytest.importorskip("accelerate.utils").extract_model_from_parallel
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    expected = step(llama, inputs)
+    with patch(llama):
+        llama._original_forward = llama.forward  # as Accelerator.prepare with mixed precision
+        autocast = torch.autocast("cpu", torch.bfloat16)(llama.forward.__func__)
+        llama.forward = MethodType(operations.convert_outputs_to_fp32(autocast), llama)
+        assert len(fused_options(llama, inputs)) == 1
+        unwrapped = unwrap(llama, keep_fp32_wrapper=False)
+        assert len(fused_options(unwrapped, inputs)) == 1
+        assert difference(step(unwrapped, inputs), expected) <= TOLERANCE
+    assert unwrapped(**inputs).logits.shape == (2, 9, VOCABULARY)
 
 
 @pytest.mark.parametrize("of_copy", [False, True])

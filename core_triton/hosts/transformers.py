@@ -328,6 +328,9 @@ def _fused_forward(cls: type, options: dict[str, Any], installed: _Installed) ->
             )
         return output
 
+    # Not __wrapped__: `Accelerator.unwrap_model(keep_fp32_wrapper=False)` would follow it and remove the patch.
+    del fused.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+    vars(fused)["__signature__"] = inspect.signature(forward)
     vars(fused)["installed"] = installed  # `_is_patched` looks for it
     return fused
 
