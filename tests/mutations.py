@@ -1805,6 +1805,10 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", "if math.prod(sizes[:-1]) != ", "if 0 > ", HOSTS),
     Mutation("core_triton/hosts/deferred.py", " = __eq__ = __ne__", "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "source.hidden = None", "pass", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if weight.ndim == 2 else", "if False else", HOSTS),
+    Mutation("core_triton/hosts/interface.py", "if computed._version == 0 and", "if", HOSTS),
+    Mutation("core_triton/hosts/interface.py", " | value.isnan()", "", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", "    del fused.__wrapped__", "    pass", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "or not self.training or", "or", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "if call.losses == 0:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "            head.forward_call = None\n", "", HOSTS),
@@ -2088,9 +2092,8 @@ TITAN_RANKS, MEGATRON_RANKS = (tests("hosts_parallel", host) for host in ("titan
 HOSTS_PARALLEL = (
     Mutation("core_triton/hosts/interface.py", "parts[: len(one)] == one", "True", OF_TITAN),
     Mutation("core_triton/hosts/interface.py", 'found.split("+")[0]', "found", OF_TITAN),
-    Mutation(
-        "core_triton/hosts/interface.py", "        return module(*args)\n", "        return forward(*args)\n", OF_TITAN
-    ),
+    Mutation("core_triton/hosts/interface.py", "output = module(*args)\n", "output = recorded(*args)\n", OF_TITAN),
+    Mutation("core_triton/hosts/interface.py", "        check_hooks(module,", "        (module,", OF_TITAN),
     Mutation(
         "core_triton/hosts/interface.py", '            vars(module)["forward"] = own\n', "            pass\n", OF_TITAN
     ),

@@ -123,7 +123,9 @@ def test_the_loss_of_liger_is_refused(of_class: bool) -> None:
     lce_forward.__module__ = "liger_kernel.transformers.model.llama"
     before = dict(vars(type(model)))
     with patch(type(model) if of_class else model):
-        with pytest.raises(RuntimeError, match=r"^Liger's loss would replace that.*in this LlamaForCausalLM\. With use_"):
+        with pytest.raises(
+            RuntimeError, match=r"^Liger's loss would replace that.*in this LlamaForCausalLM\. With use_"
+        ):
             model.forward = MethodType(lce_forward, model)
         assert "forward" not in vars(model)
         model.forward = model.forward

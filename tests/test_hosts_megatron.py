@@ -88,6 +88,9 @@ def test_the_loss_is_computed_in_one_call_of_the_output_layer() -> None:
     model(*gpt_inputs(tokens), labels=tokens, output_processor=output_processor())
     assert seen == [(12, 2, 32), (12, 2)]
     assert "forward" not in vars(model.output_layer)
+    model.output_layer.register_forward_hook(lambda module, args, output: torch.zeros(()))
+    with pytest.raises(ValueError, match="a forward hook of the output layer changes what it returns"):
+        model(*gpt_inputs(tokens), labels=tokens, output_processor=output_processor())
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -93,6 +93,10 @@ def test_the_loss_is_computed_in_one_call_of_the_output_layer() -> None:
     del head.forward
     titan_loss(head)(hidden, tokens_and_labels()[1])
     assert "forward" not in vars(head)
+    head.register_forward_hook(lambda module, args, output: torch.zeros(()))
+    with pytest.raises(ValueError, match="a forward hook of the output layer changes what it returns"):
+        titan_loss(head)(hidden, tokens_and_labels()[1])
+    assert "forward" not in vars(head)
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core_triton.dtensors import is_dtensor
+from core_triton.hosts.interface import check_hooks
 from core_triton.linear_ce import linear_cross_entropy
 
 
@@ -47,7 +48,6 @@ class ForwardCall:
     def end(self) -> None:
         """Ends the call: its stand-ins release the hidden states, and raise an error for any use."""
         self.ended = True
-        self.computed = None
         for source in self.sources:
             source.hidden = None
 
@@ -80,8 +80,9 @@ class FusedHead(nn.Linear):
         if call is None or loss is not None:
             kwargs = kwargs if loss is None else {**kwargs, "loss": loss}
             output = super().__call__(input, *args, **kwargs)
-            if loss is not None and call is not None and self._forward_hooks:
-                self._check_hooks(call, output)
+            if call is not None and call.computed is not None:
+                check_hooks(self, f"the head of {call.model_name}", call.computed, output)
+                call.computed = None
             return output
         # Not out_features: peft's copy of a tied head (`ensure_weight_tying`) has the sizes in the other order. Outside
         # of the call of the head, ZeRO-3 leaves a weight of shape (0,).
@@ -100,32 +101,6 @@ class FusedHead(nn.Linear):
         if self.forward_call is not None:
             self.forward_call.computed = computed
         return computed
-
-    def _check_hooks(self, call: ForwardCall, output: Any) -> None:
-        """Checks that forward hooks left the loss as it is, because they are meant to change logits. Those of FSDP2 and
-        ZeRO-3 return it in another tensor, or rounded to another dtype."""
-        hooks = [hook for hook in self._forward_hooks.values() if not _is_of_sharding(hook)]
-        computed = call.computed
-        if not hooks or computed is None:
-            return
-        names = ""
-        if not torch.compiler.is_compiling():  # torch.compile cannot trace versions, values and names
-            if computed._version == 0 and isinstance(output, Tensor) and output.shape == computed.shape:
-                value = computed.detach().to(output.dtype)
-                if output is computed or bool(((output.detach() == value) | value.isnan()).all()):
-                    return
-            names = ": " + ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
-        elif output is computed:
-            return
-        raise ValueError(
-            f"{call.model_name} is not supported: a forward hook of its head changes what the head returns, which is "
-            f"the loss and not the logits{names}"
-        )
-
-
-def _is_of_sharding(hook: Any) -> bool:
-    """Returns whether a hook is one of PyTorch or DeepSpeed, which gather and free the weight."""
-    return (getattr(hook, "__module__", None) or "").split(".")[0] in ("torch", "deepspeed")
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -171,7 +146,9 @@ class DeferredLogits:
         )
 
     def _with(self, hidden: Tensor | None = None, classes: int | None = None) -> "DeferredLogits":
-        source = self._source if hidden is None else Source(self._source.call, self._source.head, hidden, self._source.classes)
+        source = self._source
+        if hidden is not None:
+            source = Source(source.call, source.head, hidden, source.classes)
         return DeferredLogits(source, self._classes if classes is None else classes, self._scale, self._softcap)
 
     # What a tensor has

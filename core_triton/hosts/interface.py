@@ -5,11 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from core_triton.arguments import IMPLEMENTATIONS, Groups, of_vocab_group
 from linear_ce.spec import check_later_options
 
+# Hooks of these packages gather and free weights. They return an output as it is, in another tensor or another dtype.
+SHARDING = ("torch", "deepspeed", "megatron")
 OPTIONS = ("implementation", "memory_budget", "head_precision", "batch_invariant")  # of `linear_cross_entropy`
 
 
@@ -45,7 +48,41 @@ def check_options(options: Mapping[str, Any], names: Sequence[str] = OPTIONS) ->
         of_vocab_group(Groups(reduce_dtype=options["reduce_dtype"]))
 
 
-def call_with_forward(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+def check_hooks(module: nn.Module, name: str, computed: Tensor, output: Any) -> None:
+    """Checks that forward hooks of an output layer left the loss as it is, because they are meant to change logits.
+
+    Args:
+        module: the output layer, after a call that computed a loss.
+        name: of the output layer, for the message.
+        computed: the loss before the hooks.
+        output: what the call returned.
+
+    Raises:
+        ValueError: a hook changed the loss.
+    """
+    hooks = [
+        hook
+        for hook in module._forward_hooks.values()
+        if (getattr(hook, "__module__", None) or "").split(".")[0] not in SHARDING
+    ]
+    if not hooks:
+        return
+    names = ""
+    if not torch.compiler.is_compiling():  # torch.compile cannot trace versions, values and names
+        if computed._version == 0 and isinstance(output, Tensor) and output.shape == computed.shape:
+            value = computed.detach().to(output.dtype)
+            if output is computed or bool(((output.detach() == value) | value.isnan()).all()):
+                return
+        names = ": " + ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+    elif output is computed:
+        return
+    raise ValueError(
+        f"a forward hook of {name} changes what it returns, which is the loss and not the logits{names}. Remove the "
+        "hook, or compute the loss without core_triton"
+    )
+
+
+def call_with_forward(module: nn.Module, forward: Callable[..., Tensor], *args: Any) -> Any:
     """Calls a module whose forward method is another function in this call.
 
     The hooks of the module run as in any call, such as those of FSDP2, which gather its weight for the call, and those
@@ -57,11 +94,22 @@ def call_with_forward(module: nn.Module, forward: Callable[..., Any], *args: Any
 
     Returns:
         What `forward` returns, after the hooks.
+
+    Raises:
+        ValueError: a hook that is not one of these changed it.
     """
     own = vars(module).get("forward")
-    vars(module)["forward"] = forward
+    computed: list[Tensor] = []
+
+    def recorded(*args: Any) -> Tensor:
+        computed.append(forward(*args))
+        return computed[0]
+
+    vars(module)["forward"] = recorded
     try:
-        return module(*args)
+        output = module(*args)
+        check_hooks(module, "the output layer", computed[0], output)
+        return output
     finally:
         if own is None:
             del vars(module)["forward"]

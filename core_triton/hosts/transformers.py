@@ -233,7 +233,7 @@ def _unpatch_class(cls: type) -> None:
 def _without_liger_loss(cls: type) -> Callable[[Any, str, Any], None]:
     """Returns a `__setattr__` of a patched class that refuses Liger's forward method. It computes the loss without a
     call of the head, so the patch would have no effect."""
-    set_attribute = cls.__setattr__
+    set_attribute: Any = cls.__setattr__
 
     @wraps(set_attribute)
     def guarded(self: Any, name: str, value: Any) -> None:
@@ -322,10 +322,10 @@ def _fused_forward(cls: type, options: dict[str, Any], installed: _Installed) ->
             head.forward_call = None
             call.end()
         if call.losses == 0:
-            raise ValueError(
-                f"{type(self).__name__} is not supported: it computed its loss without a call of the module that "
-                "get_output_embeddings returns"
-            )
+            without = "torch.nn.functional.cross_entropy of its logits"
+            if not call.sources:
+                without = "a call of the module that get_output_embeddings returns"
+            raise ValueError(f"{type(self).__name__} is not supported: it computed its loss without {without}")
         return output
 
     # Not __wrapped__: `Accelerator.unwrap_model(keep_fp32_wrapper=False)` would follow it and remove the patch.
