@@ -1809,6 +1809,13 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/interface.py", "if computed._version == 0 and", "if", HOSTS),
     Mutation("core_triton/hosts/interface.py", " | value.isnan()", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "    del fused.__wrapped__", "    pass", HOSTS),
+    Mutation("core_triton/hosts/transformers.py", '"__reduce_ex__": reduce, ', "", HOSTS),
+    Mutation(
+        "core_triton/hosts/transformers.py",
+        'if name == "forward" and (',
+        "if False and (",
+        tests("hosts_liger", "not gpu"),
+    ),
     Mutation("core_triton/hosts/transformers.py", "or not self.training or", "or", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "if call.losses == 0:", "if False:", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "            head.forward_call = None\n", "", HOSTS),

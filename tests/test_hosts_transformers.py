@@ -270,6 +270,16 @@ def test_copies_and_saved_models(llama: Any, tmp_path: Path) -> None:
     patch(llama)
     expected = step(llama, inputs)
     assert difference(step(copy.deepcopy(llama), inputs), expected) == 0
+    torch.save(llama, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(loaded) is type(llama)
+    adapter()._model_classes.clear()  # as in another process
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert difference(step(loaded, inputs), expected) == 0
+    assert len(fused_options(loaded, inputs)) == 1
+    unpatch(loaded)
+    assert type(loaded) is type(make(LLAMA))
+    assert type(loaded.lm_head) is torch.nn.Linear
     llama.save_pretrained(tmp_path)
     loaded = type(llama).from_pretrained(tmp_path)
     assert loaded.config.architectures == [LLAMA]

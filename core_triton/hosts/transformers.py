@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from importlib import metadata
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from uuid import uuid4
+from weakref import WeakSet, WeakValueDictionary
 
 from torch import nn
 
@@ -36,6 +37,7 @@ HOW_TO_GET_LOGITS = (
 )
 
 _classes: dict[type, "_ClassPatch"] = {}  # patched in place
+_model_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # of patched models
 _of_all: dict[str, Any] = {}  # of `patch()`: its classes and PreTrainedModel.post_init
 
 
@@ -199,14 +201,35 @@ def _patch_model(model: PreTrainedModel, options: dict[str, Any]) -> None:
             f"the forward method of this {cls.__name__} was replaced, by accelerate or by another patch: patch the "
             "model before that"
         )
+    patched = _model_class(cls, options, uuid4().hex)
+    _fused_head(model, patched.forward.installed)
+    model.__class__ = patched
+
+
+def _model_class(cls: type[PreTrainedModel], options: dict[str, Any], key: str) -> Any:
+    """Returns the class of a patched model, of its copies, and of models that were pickled with this key."""
+    if key in _model_classes:
+        return _model_classes[key]
     installed = _Installed()
-    forward = _fused_forward(cls, options, installed)
-    _fused_head(model, installed)
     # Names of classes decide what transformers does, so this class has the name of the original.
     names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    names |= {"forward": forward, "__setattr__": _without_liger_loss(cls), "unpatched": cls}
-    installed.model_class = type(cls.__name__, (cls,), names)
-    model.__class__ = installed.model_class
+
+    def reduce(self: PreTrainedModel, protocol: Any) -> Any:
+        made: Any = cls.__reduce_ex__(self, max(protocol, 2))
+        # fully_shard gives a model a subclass of its class.
+        return (_new_model, (cls, options, key), *made[2:]) if type(self) is installed.model_class else made
+
+    names |= {"forward": _fused_forward(cls, options, installed), "__setattr__": _without_liger_loss(cls)}
+    installed.model_class = type(cls.__name__, (cls,), {**names, "__reduce_ex__": reduce, "unpatched": cls})
+    _model_classes[key] = installed.model_class
+    return installed.model_class
+
+
+def _new_model(cls: type[PreTrainedModel], options: dict[str, Any], key: str) -> PreTrainedModel:
+    """Returns a patched model without its state, for pickle and copy."""
+    check_version(__name__, "transformers", transformers.__version__, TESTED_VERSIONS)
+    made = _model_class(cls, options, key)
+    return made.__new__(made)
 
 
 def _patch_class(cls: type[PreTrainedModel], options: dict[str, Any]) -> None:
