@@ -2058,6 +2058,8 @@ HOSTS_JAX = (
     Mutation("jax_pallas/hosts/heads.py", " or present - {layer.weight, layer.bias}", "", OF_JAX_HOSTS),
     Mutation("jax_pallas/hosts/heads.py", 'if set(head.variables) - {"params"}:', "if False:", OF_JAX_HOSTS),
     Mutation("jax_pallas/hosts/heads.py", "is not getattr(base, layer.method)", "is None", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/heads.py", "if promote is not None and", "if False and", OF_JAX_HOSTS),
+    Mutation("jax_pallas/hosts/heads.py", ", _value(linear_bias)", ", linear_bias", OF_JAX_HOSTS),
     Mutation("jax_pallas/hosts/interface.py", "if found != tuple(names):", "if False:", OF_JAX_HOSTS),
     Mutation("jax_pallas/hosts/interface.py", "    check_later_options(options, IMPLEMENTATIONS)\n", "", TUNIX),
     Mutation(

@@ -242,6 +242,8 @@ def test_options_reach_the_loss_and_arrays_have_a_vocab_axis() -> None:
     bias = normal(3, (V,))
     options: dict[str, Any] = {"softcap": 5.0, "reduction": "sum", "z_loss_weight": 0.1}
     found = head_cross_entropy(kernel, X, TARGET, vocab_axis=1, linear_bias=bias, **options)
+    variables = {"linear_bias": nnx.Param(bias), **options}
+    CLOSE(found, head_cross_entropy(nnx.Param(kernel), X, TARGET, vocab_axis=1, **variables))
     head = {"kernel": kernel, "bias": bias}
     CLOSE(found, head_cross_entropy(head, X, TARGET, **options))
     CLOSE(found, jax_pallas.linear_cross_entropy(X, kernel.T, TARGET, linear_bias=bias, **options))
@@ -274,6 +276,14 @@ def with_adapter() -> nnx.Linear:
             {},
             TypeError,
             "has a dot_general, which the loss does not call",
+        ),
+        (
+            lambda: linen.Dense(V, promote_dtype=lambda *arrays, **_: list(arrays)).bind(
+                {"params": {"kernel": X[0].T}}
+            ),
+            {},
+            TypeError,
+            "has a promote_dtype, which the loss does not call",
         ),
         (lambda: linen.Dense(V), {}, ValueError, "is not bound to its parameters"),
         (lambda: linen.Dense(V).bind({}), {}, ValueError, "has no parameters yet"),

@@ -52,6 +52,7 @@ LAYERS = {  # by the first and the last part of the name of the class, and by th
     ("equinox.nn", "Linear"): Layer("weight", 0, "bias", "__call__"),
     ("equinox.nn", "Embedding"): Layer("weight", 0, None, "__call__"),
 }
+PROMOTE_DTYPE = ("flax.nnx.nn.dtypes", "flax.linen.dtypes")  # where the default promote_dtype of layers of flax is
 EXPECTED = (
     "head must be a flax.nnx.Linear or Embed, a bound flax.linen.Dense or Embed or its parameters, an "
     "equinox.nn.Linear or Embedding, or an array"
@@ -113,7 +114,7 @@ def head_arguments(
         head: see `head_cross_entropy`.
         input: (..., D) hidden states.
         vocab_axis: which axis of an array is the vocabulary; None is 0. Not with a layer, which determines it.
-        linear_bias: (V,), with an array only.
+        linear_bias: (V,) array or variable of flax.nnx, with an array only.
         head_precision: of `jax_pallas.linear_cross_entropy`. With "float32" the weight is not cast.
         dtype: in which the layer computes; None is the dtype of a layer of flax, if it has one.
 
@@ -136,7 +137,7 @@ def head_arguments(
     """
     if not _is_array(input):
         raise TypeError(f"input must be an array, got {type(input).__name__}")
-    array = _value(head)
+    array, linear_bias = _value(head), _value(linear_bias)
     if not _is_array(array):
         for name, value in (("vocab_axis", vocab_axis), ("linear_bias", linear_bias)):
             if value is not None:
@@ -189,6 +190,9 @@ def _parameters(head: Any) -> tuple[Any, Any, int, Any]:
         raise TypeError(f"the head {_named(head)} overrides {layer.method} of {base.__name__}: {PASS_AN_ARRAY}")
     if getattr(head, "dot_general", None) not in (None, lax.dot_general) or getattr(head, "dot_general_cls", None):
         raise TypeError(f"the head {_named(head)} has a dot_general, which the loss does not call: {PASS_AN_ARRAY}")
+    promote = getattr(head, "promote_dtype", None)
+    if promote is not None and getattr(promote, "__module__", None) not in PROMOTE_DTYPE:
+        raise TypeError(f"the head {_named(head)} has a promote_dtype, which the loss does not call: {PASS_AN_ARRAY}")
     if _key(base)[0] == "flax.linen":
         if head.scope is None:
             raise ValueError(
