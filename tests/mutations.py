@@ -1805,7 +1805,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", "if math.prod(sizes[:-1]) != ", "if 0 > ", HOSTS),
     Mutation("core_triton/hosts/deferred.py", " = __eq__ = __ne__", "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "source.hidden = None", "pass", HOSTS),
-    Mutation("core_triton/hosts/deferred.py", "if weight.ndim == 2 else", "if False else", HOSTS),
+    Mutation("core_triton/hosts/deferred.py", "if weight is None or weight.ndim != 2 else", "if True else", HOSTS),
     Mutation("core_triton/hosts/interface.py", "if computed._version == 0 and", "if", HOSTS),
     Mutation("core_triton/hosts/interface.py", " | value.isnan()", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "    del fused.__wrapped__", "    pass", HOSTS),

@@ -17,6 +17,8 @@ from host_models import VOCABULARY, adapter, difference, fused_options, inputs_o
 from hosts_report import PAGE, TOLERANCE, page, row
 from hub_models import import_transformers
 from programs import Printed, python
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 from core_triton.hosts.deferred import FusedHead, LogitsError
 
@@ -572,6 +574,37 @@ def test_adapters_of_peft() -> None:
     model = peft.get_peft_model(make(LLAMA), peft.LoraConfig(r=4, target_modules={"lm_head"}))
     with pytest.raises(ValueError, match=r"its head has an adapter of peft \(Linear\).*modules_to_save"):
         patch(model)
+    config = peft.LoraConfig(r=4, target_modules={"q_proj"}, trainable_token_indices={"embed_tokens": [3]})
+    model = peft.get_peft_model(make(LLAMA, tie_word_embeddings=True), config)
+    with pytest.raises(ValueError, match=r"trainable_token_indices of peft change its head.*modules_to_save"):
+        patch(model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("of_class", [True, False])
+def test_a_parametrized_head(llama: Any, first: bool, of_class: bool) -> None:
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+
+    def parametrize(model: Any) -> None:
+        torch.manual_seed(4)
+        spectral_norm(model.lm_head)  # changes each time that it computes the weight
+
+    plain = copy.deepcopy(llama)
+    parametrize(plain)
+    expected = step(plain, inputs)
+    patched = type(llama) if of_class else llama
+    if first:
+        parametrize(llama)
+    with patch(patched):
+        if not first:
+            step(llama, inputs)
+            parametrize(llama)
+        assert difference(step(llama, inputs), expected) <= TOLERANCE
+    assert llama(**inputs).logits.shape == (2, 9, VOCABULARY)
+    remove_parametrizations(llama.lm_head, "weight")
+    with patch(patched):
+        assert len(fused_options(llama, inputs)) == 1
+    assert llama(**inputs).logits.shape == (2, 9, VOCABULARY)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # peft uses it

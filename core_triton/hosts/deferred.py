@@ -85,19 +85,20 @@ class FusedHead(nn.Linear):
                 call.computed = None
             return output
         # Not out_features: peft's copy of a tied head (`ensure_weight_tying`) has the sizes in the other order. Outside
-        # of the call of the head, ZeRO-3 leaves a weight of shape (0,).
-        weight = self.weight
-        classes = weight.shape[0] if weight.ndim == 2 else self.out_features
+        # of the call of the head, ZeRO-3 leaves a weight of shape (0,), and a parametrization would compute it.
+        weight = self._parameters.get("weight")
+        classes = self.out_features if weight is None or weight.ndim != 2 else weight.shape[0]
         return DeferredLogits(Source(call, self, input, classes), classes)
 
     def forward(self, input: Tensor, loss: HeadLoss | None = None) -> Tensor:
         if loss is None:
             return super().forward(input)
-        if is_dtensor(self.weight):
+        weight = self.weight  # once, because spectral_norm changes with each use
+        if is_dtensor(weight):
             raise ValueError(
                 "the head's weight is a DTensor in its forward call: tensor parallelism of the head is not supported"
             )
-        computed = linear_cross_entropy(input, self.weight, loss.target, linear_bias=self.bias, **loss.options)
+        computed = linear_cross_entropy(input, weight, loss.target, linear_bias=self.bias, **loss.options)
         if self.forward_call is not None:
             self.forward_call.computed = computed
         return computed

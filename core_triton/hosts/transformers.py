@@ -245,12 +245,12 @@ def _patch_class(cls: type[PreTrainedModel], options: dict[str, Any]) -> None:
 
 def _unpatch_class(cls: type) -> None:
     installed, before = _classes.pop(cls)
-    installed.remove()
     for name, value in before.items():
         if value is None:
             delattr(cls, name)
         else:
             setattr(cls, name, value)
+    installed.remove()
 
 
 def _without_liger_loss(cls: type) -> Callable[[Any, str, Any], None]:
@@ -377,11 +377,16 @@ def _fused_head(model: PreTrainedModel, installed: _Installed) -> FusedHead:
             f"{name} is not supported: its head has an adapter of peft ({cls.__name__}). Leave the head out of "
             "target_modules, or train all of it with modules_to_save"
         )
+    if hasattr(head, "token_adapter"):
+        raise ValueError(
+            f"{name} is not supported: trainable_token_indices of peft change its head or an embedding that is tied to "
+            "it. Train all of it with modules_to_save"
+        )
     if not isinstance(head, nn.Linear) or cls.forward is not nn.Linear.forward:
         raise ValueError(f"{name} is not supported: its head must be a torch.nn.Linear, got {cls.__name__}")
     if "forward" in vars(head):
         raise ValueError(f"{name} is not supported: the forward method of its head was replaced, as by device_map")
-    # fully_shard gives a module a subclass of its class.
+    # fully_shard and parametrizations give a module a subclass of its class.
     head.__class__ = FusedHead if cls is nn.Linear else type(f"Fused{cls.__name__}", (FusedHead, cls), {})
     assert isinstance(head, FusedHead)
     head.forward_call = None
@@ -393,8 +398,9 @@ def _restore_head(head: Any) -> None:
     cls: Any = type(head)
     if cls is FusedHead:
         head.__class__ = nn.Linear
-    elif cls.__bases__[0] is FusedHead:
+    elif len(cls.__bases__) == 2 and cls.__bases__[0] is FusedHead:
         head.__class__ = cls.__bases__[1]
     else:
-        return  # fully_shard got it after patch: without a call of a patched model, it is nn.Linear
+        # fully_shard or a parametrization got it after patch: without a call of a patched model, it is nn.Linear
+        return
     del head.forward_call
