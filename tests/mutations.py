@@ -1812,8 +1812,8 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/transformers.py", '"__reduce_ex__": reduce, ', "", HOSTS),
     Mutation(
         "core_triton/hosts/transformers.py",
-        'if name == "forward" and (',
-        "if False and (",
+        'if name == "forward":',
+        "if False:",
         tests("hosts_liger", "not gpu"),
     ),
     Mutation("core_triton/hosts/transformers.py", "or not self.training or", "or", HOSTS),

@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from importlib import metadata, util
-from types import MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -113,24 +113,29 @@ def test_an_error_of_liger_leaves_the_model_unpatched(calls: list[dict[str, Any]
 
 
 @pytest.mark.parametrize("of_class", [False, True])
-def test_the_loss_of_liger_is_refused(of_class: bool) -> None:
-    """`use_liger_kernel=True` of Trainer sets it. Other libraries may set a forward method, as accelerate does."""
+@pytest.mark.parametrize("package", ["liger_kernel", "trl"])
+def test_a_forward_method_of_another_loss_is_refused(package: str, of_class: bool) -> None:
+    """`use_liger_kernel=True` of Trainer and trainers of trl set one. Others may too, as accelerate does."""
     model = make(LLAMA)
 
-    def lce_forward(self: Any) -> str:
+    def of_other(self: Any) -> str:
         return f"loss of {type(self).__name__}"
 
-    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    if package == "trl":  # which copies the __module__ of the method before
+        of_other = FunctionType(of_other.__code__, {**globals(), "__name__": "trl.trainer.utils"})
+        of_other.__module__ = type(model).__module__
+    else:
+        of_other.__module__ = "liger_kernel.transformers.model.llama"
     before = dict(vars(type(model)))
     with patch(type(model) if of_class else model):
         with pytest.raises(
-            RuntimeError, match=r"^Liger's loss would replace that.*in this LlamaForCausalLM\. With use_"
+            RuntimeError, match=rf"^{package} would replace the forward method of this LlamaForCausalLM"
         ):
-            model.forward = MethodType(lce_forward, model)
+            model.forward = MethodType(of_other, model)
         assert "forward" not in vars(model)
         model.forward = model.forward
     assert dict(vars(type(model))) == before
-    model.forward = MethodType(lce_forward, model)
+    model.forward = MethodType(of_other, model)
     assert model() == "loss of LlamaForCausalLM"
 
 
@@ -142,7 +147,7 @@ def test_liger_of_trainer_is_refused_with_its_loss() -> None:
     before = dict(vars(module))
     try:
         with patch(model):
-            with pytest.raises(RuntimeError, match="Liger's loss would replace that of core_triton"):
+            with pytest.raises(RuntimeError, match="liger_kernel would replace the forward method"):
                 transform._apply_liger_kernel_to_instance(model=model)
             transform._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
     finally:

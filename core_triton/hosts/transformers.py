@@ -219,7 +219,7 @@ def _model_class(cls: type[PreTrainedModel], options: dict[str, Any], key: str) 
         # fully_shard gives a model a subclass of its class.
         return (_new_model, (cls, options, key), *made[2:]) if type(self) is installed.model_class else made
 
-    names |= {"forward": _fused_forward(cls, options, installed), "__setattr__": _without_liger_loss(cls)}
+    names |= {"forward": _fused_forward(cls, options, installed), "__setattr__": _keeps_forward(cls)}
     installed.model_class = type(cls.__name__, (cls,), {**names, "__reduce_ex__": reduce, "unpatched": cls})
     _model_classes[key] = installed.model_class
     return installed.model_class
@@ -237,7 +237,7 @@ def _patch_class(cls: type[PreTrainedModel], options: dict[str, Any]) -> None:
         raise RuntimeError(f"{cls.__name__} is patched already")
     installed = _Installed()
     forward = _fused_forward(cls, options, installed)
-    attributes = {"forward": forward, "__setattr__": _without_liger_loss(cls)}
+    attributes = {"forward": forward, "__setattr__": _keeps_forward(cls)}
     _classes[cls] = _ClassPatch(installed, {name: vars(cls).get(name) for name in attributes})
     for name, value in attributes.items():
         setattr(cls, name, value)
@@ -253,19 +253,28 @@ def _unpatch_class(cls: type) -> None:
     installed.remove()
 
 
-def _without_liger_loss(cls: type) -> Callable[[Any, str, Any], None]:
-    """Returns a `__setattr__` of a patched class that refuses Liger's forward method. It computes the loss without a
-    call of the head, so the patch would have no effect."""
+INSTEAD = {  # by the package that would replace the forward method
+    "liger_kernel": "with use_liger_kernel=True of Trainer, set "
+    'liger_kernel_config={"fused_linear_cross_entropy": False}',
+    "trl": "patch the trainer with core_triton.hosts.trl, and not its model",
+}
+
+
+def _keeps_forward(cls: type) -> Callable[[Any, str, Any], None]:
+    """Returns a `__setattr__` of a patched class that refuses the forward methods of Liger and trl. They compute the
+    loss without a call of the head, so the patch would have no effect."""
     set_attribute: Any = cls.__setattr__
 
     @wraps(set_attribute)
     def guarded(self: Any, name: str, value: Any) -> None:
-        if name == "forward" and (getattr(value, "__module__", None) or "").split(".")[0] == "liger_kernel":
-            raise RuntimeError(
-                f"Liger's loss would replace that of core_triton in this {type(self).__name__}. With "
-                'use_liger_kernel=True of Trainer, set liger_kernel_config={"fused_linear_cross_entropy": False}, or '
-                "undo the patch with core_triton.hosts.transformers.unpatch"
-            )
+        if name == "forward":
+            # trl gives its function the __module__ of the one before.
+            modules = getattr(value, "__module__", None), getattr(value, "__globals__", {}).get("__name__")
+            for package in {(module or "").split(".")[0] for module in modules} & INSTEAD.keys():
+                raise RuntimeError(
+                    f"{package} would replace the forward method of this {type(self).__name__}, so that the patch of "
+                    f"core_triton has no effect: {INSTEAD[package]}, or undo the patch"
+                )
         set_attribute(self, name, value)
 
     return guarded
