@@ -331,8 +331,15 @@ def of_types(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     x, w, axis = arguments["input"], arguments["linear_weight"], arguments.get("vocab_axis", 0)
     check_are_arrays({"input": x, "linear_weight": w, "target": arguments["target"]})
     of_input, of_head = (jax.typeof(array).sharding.spec for array in (x, w))
-    divided = next(one for one in (*arguments.values(), *arguments.get("per_token", ())) if is_divided(one))
+    named = {name: one for name, one in arguments.items() if name != "per_token"}
+    named |= {f"per_token[{index}]": one for index, one in enumerate(arguments.get("per_token", ()))}
+    (first, divided), *others = ((name, one) for name, one in named.items() if is_divided(one))
     mesh = jax.typeof(divided).sharding.mesh
+    for name, one in others:
+        if jax.typeof(one).sharding.mesh != mesh:
+            raise ValueError(
+                f"{name} must be on the mesh of {first}, {mesh}, got an array on {jax.typeof(one).sharding.mesh}"
+            )
     rows = PartitionSpec(*of_input[:-1])
     tokens = {name for part in rows for name in _names_of(part)}
     # A head that is divided on D is divided on V instead.

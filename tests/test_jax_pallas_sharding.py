@@ -338,5 +338,14 @@ def test_arrays_of_other_explicit_axes_are_refused() -> None:
             jax.jit(body)(placed)
 
 
+def test_arrays_of_two_explicit_meshes_are_refused() -> None:
+    arrays = problem()
+    for name, axis in (("input", "data"), ("linear_weight", "other")):
+        mesh = jax.make_mesh((1,), (axis,), axis_types=(AxisType.Explicit,))
+        arrays[name] = jax.device_put(arrays[name], NamedSharding(mesh, P(axis)))
+    with pytest.raises(ValueError, match=r"linear_weight must be on the mesh of input, .*'data'.* got .*'other'"):
+        linear_cross_entropy(**arrays)
+
+
 if __name__ == "__main__":
     run_named(CHECKS)
