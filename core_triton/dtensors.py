@@ -48,20 +48,39 @@ def is_dtensor(value: Any) -> bool:
     return type(value).__name__ == "DTensor" and type(value).__module__.startswith("torch.distributed")
 
 
+# What layers of `parallelize_module` return while their collective runs.
+ARRIVING = "AsyncCollectiveTensor"
+
+
+def arrived(value: Any) -> Any:
+    """Returns a value. A tensor whose collective still runs becomes the plain one that it is when that ends."""
+    return _Arrived.apply(value) if type(value).__name__ == ARRIVING else value
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return value.wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
 def takes_dtensors(function: Function) -> Function:
-    """Makes a public function take DTensors, gather="head" and sequence_parallel=True."""
+    """Makes a public function take DTensors, gather="head", sequence_parallel=True, and tensors whose collective still
+    runs."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and (kwargs.get("gather") is not None or kwargs.get("sequence_parallel", False) is not False):
-            return _run(function, *args, **kwargs)
-        for value in args:
-            if is_dtensor(value):
-                return _run(function, *args, **kwargs)
-        for value in kwargs.values():
-            if is_dtensor(value):
-                return _run(function, *args, **kwargs)
-        return function(*args, **kwargs)
+        of_devices = kwargs.get("gather") is not None or kwargs.get("sequence_parallel", False) is not False
+        for values in (args, kwargs.values()):
+            for value in values:
+                kind = type(value).__name__
+                if kind == ARRIVING:
+                    return call(*map(arrived, args), **{name: arrived(one) for name, one in kwargs.items()})
+                of_devices = of_devices or (kind == "DTensor" and is_dtensor(value))
+        return _run(function, *args, **kwargs) if of_devices else function(*args, **kwargs)
 
     return cast(Function, call)
 
@@ -310,7 +329,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        local = value.to_local()
+        local = arrived(value.to_local())
         ctx.given = value.device_mesh, value.placements, value.shape, value.stride(), local.stride()
         return local.view_as(local)
 

@@ -16,14 +16,18 @@ class VocabParallel(ParallelStyle):
     """Divides the classes of a `LinearCrossEntropy` among the ranks of a mesh, as `ColwiseParallel` does for a
     `torch.nn.Linear`.
 
+    To tie the head, divide the embedding first, with `RowwiseParallel`, and set `head.weight = embedding.weight`. A
+    parameter that is already divided like this stays the same parameter.
+
     Args:
-        input_layouts: of the plain tensors that the module gets as input and target. Replicate(): all ranks have the
-            same tokens. Shard(i): each has a part of the tokens of axis i, as after a layer with sequence parallelism;
-            then the tokens or the head are gathered.
+        input_layouts: of the plain tensors that the module gets as input, target and token_weight. Replicate(): all
+            ranks have the same tokens. Shard(i): each has a part of the tokens of axis i, as after a layer with
+            sequence parallelism; then the tokens or the head are gathered. All ranks have as many tokens.
         use_local_output: return a plain Tensor in place of a DTensor.
 
     Raises:
         TypeError: the module is not a `LinearCrossEntropy`.
+        ValueError: input_layouts is neither Replicate() nor Shard(i) with an i of 0 or more.
 
     Example:
         >>> import torch, core_triton
@@ -41,28 +45,40 @@ class VocabParallel(ParallelStyle):
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
         super().__init__()
         self.input_layouts = Replicate() if input_layouts is None else input_layouts
+        if type(self.input_layouts) not in (Replicate, Shard) or getattr(self.input_layouts, "dim", 0) < 0:
+            raise ValueError(
+                f"input_layouts must be Replicate() or Shard(i) with an i of 0 or more, got {self.input_layouts}"
+            )
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, LinearCrossEntropy):
             raise TypeError(f"module must be a LinearCrossEntropy for VocabParallel, got {type(module).__name__}")
-        layouts: Any = partial(_with_layout, self.input_layouts)
+        layouts = partial(_with_layout, self.input_layouts, device_mesh)
+        module.register_forward_pre_hook(layouts, with_kwargs=True)
         local = self.use_local_output
-        return distribute_module(module, device_mesh, _divide, layouts, lambda _, loss, mesh: _output(loss, local))
+        return distribute_module(module, device_mesh, _divide, None, lambda _, loss, mesh: _output(loss, local))
 
 
 def _divide(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
+        if isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements) == (mesh, (Shard(0),)):
+            continue  # it may be the weight of an embedding too
         divided = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
         module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
-def _with_layout(layout: Placement, _: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+OF_TOKENS = ("input", "target", "token_weight")
+
+
+def _with_layout(
+    layout: Placement, mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def made(value: Any) -> Any:
         plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         return DTensor.from_local(value, mesh, [layout], run_check=False) if plain else value
 
-    return tuple(map(made, inputs))
+    return tuple(map(made, inputs)), {name: made(one) if name in OF_TOKENS else one for name, one in named.items()}
 
 
 def _output(loss: Any, local: bool) -> Any:

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import core_triton
 from core_triton import head_scatter, token_losses
@@ -377,6 +377,36 @@ def check_vocab_parallel(rank: int, ranks: int) -> None:
         parallelize_module(torch.nn.Linear(4, 4), mesh, VocabParallel())
 
 
+def check_vocab_parallel_arguments(rank: int, ranks: int) -> None:
+    """Arguments by name have the layout too, the output of another style is taken, and a tied weight stays tied."""
+    arrays, mesh = drawn(), mesh_of(ranks)
+    w, target, ids = arrays["linear_weight"], arrays["target"], torch.arange(TOKENS) % CLASSES
+    tied = w.clone().requires_grad_()
+    loss = core_triton.linear_cross_entropy(tied[ids], tied, target, token_weight=arrays["token_weight"])
+    expected = torch.autograd.grad(loss, tied)[0]
+    embedding = torch.nn.Embedding(CLASSES, HIDDEN)
+    with torch.no_grad():
+        embedding.weight.copy_(w)
+    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
+    head: Any = core_triton.LinearCrossEntropy(HIDDEN, CLASSES)
+    head.weight = embedding.weight
+    parallelize_module(head, mesh, VocabParallel())
+    assert head.weight is embedding.weight
+    hidden = embedding(ids)  # while its collective runs
+    found = head(hidden, target=target, token_weight=arrays["token_weight"])
+    found.backward()
+    gradient: Any = embedding.weight.grad
+    torch.testing.assert_close((found.detach(), gradient.full_tensor()), (loss.detach(), expected))
+    with torch.no_grad():
+        plain = core_triton.linear_cross_entropy(hidden, w, target, token_weight=arrays["token_weight"])
+    torch.testing.assert_close(plain, loss.detach())
+    for layout in (Shard(-2), Partial()):
+        with pytest.raises(
+            ValueError, match="input_layouts must be Replicate\\(\\) or Shard\\(i\\) with an i of 0 or more"
+        ):
+            VocabParallel(input_layouts=layout)
+
+
 def check_vocab_parallel_and_fsdp2(rank: int, ranks: int) -> None:
     """A module whose classes are divided on one dimension, and its parameters with FSDP2 on another, whose ranks have
     different tokens."""
@@ -494,6 +524,7 @@ DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
     "fsdp2_parameter": check_fsdp2_parameter,
     "hsdp_parameter": check_hsdp_parameter,
     "vocab_parallel": check_vocab_parallel,
+    "vocab_parallel_arguments": check_vocab_parallel_arguments,
     "vocab_parallel_and_fsdp2": check_vocab_parallel_and_fsdp2,
     "dtensor_compiled": check_compiled,
     "dtensor_errors": check_dtensor_errors,

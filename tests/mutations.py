@@ -713,6 +713,8 @@ SCALE = (
     Mutation(
         "core_triton/dtensors.py", "for name in OF_HEAD if classes < rows else ():", "for name in ():", TORCH_RANKS
     ),
+    Mutation("core_triton/dtensors.py", "if kind == ARRIVING:", "if False:", TORCH_RANKS),
+    Mutation("core_triton/parallel.py", "continue  # it may", "pass  # it may", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "return _Local.apply(one)", "return one.to_local()", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", "(autocast_dtype(x.device) or x.dtype) ==", "None ==", TORCH_RANKS),
     Mutation("core_triton/dtensors.py", 'given["target"] = class_indices(target, ignore_index)', "pass", TORCH_RANKS),
