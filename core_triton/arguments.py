@@ -1,8 +1,9 @@
 """The arguments of the public functions: their checks, and a call with leading axes made one."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
@@ -203,52 +204,59 @@ def prepare(
         "token_weight": token_weight,
         "grad_into": grad_into,
     }
-    check_are_tensors(named)
-    if target.dtype == torch.uint64:
-        target = named["target"] = class_indices(target, spec.ignore_index)
-    if normalizer is not None:
-        named["normalizer"] = normalizer = _scalar(normalizer, input.device)
-    compute = autocast_dtype(input.device)
-    if compute is not None:
-        for name in _OF_MATMUL:
-            if named[name] is not None:
-                named[name] = named[name].to(dtype_of_matmul(name, named[name].dtype, compute))
-        input, linear_weight, linear_bias = named["input"], named["linear_weight"], named["linear_bias"]
-    device, infos = input.device, []
-    shape = input.shape  # of the input of all ranks, where they have different tokens
-    if groups.rank_tokens:
-        shape = torch.Size((groups.vocab_group.size() * groups.rank_tokens, input.shape[-1]))
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on input's device {device}, got {tensor.device}")
-        if name in _CONSTANT and tensor.requires_grad:
-            raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
-        infos.append((name, shape if name == "input" else tensor.shape, tensor.dtype))
-    checked = decide if compiling else _cached_decide
-    how = memory_budget, implementation, batch_invariant, saved_budget
-    name, rank, ranks, reduce_dtype = of_vocab_group(groups)
-    found = checked(spec, device, tuple(infos), *how, rank, ranks)
+    compares = not compiling and (groups.vocab_group is not None or groups.token_group is not None)
+    try:
+        check_are_tensors(named)
+        if target.dtype == torch.uint64:
+            target = named["target"] = class_indices(target, spec.ignore_index)
+        if normalizer is not None:
+            named["normalizer"] = normalizer = _scalar(normalizer, input.device)
+        compute = autocast_dtype(input.device)
+        if compute is not None:
+            for name in _OF_MATMUL:
+                if named[name] is not None:
+                    named[name] = named[name].to(dtype_of_matmul(name, named[name].dtype, compute))
+            input, linear_weight, linear_bias = named["input"], named["linear_weight"], named["linear_bias"]
+        device, infos = input.device, []
+        shape = input.shape  # of the input of all ranks, where they have different tokens
+        if groups.rank_tokens:
+            ranks = check_group("vocab_group", groups.vocab_group).size()
+            shape = torch.Size((ranks * groups.rank_tokens, input.shape[-1]))
+        for name, tensor in named.items():
+            if tensor is None:
+                continue
+            if tensor.device != device:
+                raise ValueError(f"{name} must be on input's device {device}, got {tensor.device}")
+            if name in _CONSTANT and tensor.requires_grad:
+                raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
+            infos.append((name, shape if name == "input" else tensor.shape, tensor.dtype))
+        checked = decide if compiling else _cached_decide
+        how = memory_budget, implementation, batch_invariant, saved_budget
+        name, rank, ranks, reduce_dtype = of_vocab_group(groups)
+        found = checked(spec, device, tuple(infos), *how, rank, ranks)
+        grad_into = check_grad_into(grad_into, input, linear_weight)
+    except (TypeError, ValueError) as failure:
+        if compares:
+            _tell(groups, failure)
+        raise
     classes = found.classes
     class_weight = None if weight is None else weight[:classes].float()
     flat = _flat(input, 2)
-    if not compiling and (groups.vocab_group is not None or groups.token_group is not None):
+    if compares:
         differentiated = tuple(one is not None and one.requires_grad for one in (input, linear_weight, linear_bias))
-        given = {
-            "the shapes and dtypes of input and target": (shape, input.dtype, target.shape, target.dtype),
-            "linear_weight's dtype": linear_weight.dtype,
-            "reduction": spec.reduction,
-            "the other options": (replace(spec, reduction="sum"), classes, found.shard_rows, str(reduce_dtype)),
-            "which arguments require grad": (torch.is_grad_enabled(), *differentiated, grad_into is not None),
-            "memory_budget": found.memory_budget,
-            "saved_budget": found.saved_budget,
-            "implementation": found.implementation,
-            "how kernels can read input and linear_weight": _readable(
-                found.implementation, *([] if groups.rank_tokens else [flat]), linear_weight
-            ),
-        }
-        _compare(groups, given)
+        compared = (
+            (shape, input.dtype, target.shape, target.dtype),
+            partial(_checksum, target),
+            linear_weight.dtype,
+            spec.reduction,
+            (replace(spec, reduction="sum"), classes, found.shard_rows, str(reduce_dtype)),
+            (torch.is_grad_enabled(), *differentiated, named["grad_into"] is not None),
+            found.memory_budget,
+            found.saved_budget,
+            found.implementation,
+            _readable(found.implementation, *([] if groups.rank_tokens else [flat]), linear_weight),
+        )
+        _compare(groups, dict(zip(COMPARED, compared, strict=True)))
     if groups.token_group is not None:
         spec, normalizer = _of_all_tokens(groups, spec, normalizer, target, class_weight, classes)
     token_weight = None if token_weight is None else _flat(token_weight, 1)
@@ -276,7 +284,7 @@ def prepare(
             reduce_dtype,
             int(groups.rank_tokens),
         ),
-        check_grad_into(grad_into, input, linear_weight),
+        grad_into,
     )
 
 
@@ -308,14 +316,43 @@ def _readable(implementation: str, *matrices: Tensor) -> list[tuple[bool, ...]]:
     ]
 
 
-def _compare(groups: Groups, given: dict[str, Any]) -> None:
-    """Raises ValueError where the ranks of a group were given other things, of those that must be the same."""
+# What the ranks of a group compare: those of vocab_group all of it, those of token_group two.
+COMPARED = (
+    "the shapes and dtypes of input and target",
+    "the values of target (a checksum)",
+    "linear_weight's dtype",
+    "reduction",
+    "the other options",
+    "which arguments require grad",
+    "memory_budget",
+    "saved_budget",
+    "implementation",
+    "how kernels can read input and linear_weight",
+)
+
+
+def _compare(groups: Groups, given: dict[str, Any], failure: Exception | None = None) -> None:
+    """Raises ValueError where the ranks of a group were given other things, of those that must be the same, or where
+    another rank has a failure."""
     for_tokens = {key: given[key] for key in ("reduction", "the other options")}
     if groups.vocab_group is not None:
         group = check_group("vocab_group", groups.vocab_group)
-        check_agreement("vocab_group", group, given, always=groups.check_agreement)
+        check_agreement("vocab_group", group, given, always=groups.check_agreement, failure=failure)
     for group in groups.of_tokens():
-        check_agreement("token_group", group, for_tokens, always=groups.check_agreement)
+        check_agreement("token_group", group, for_tokens, always=groups.check_agreement, failure=failure)
+
+
+def _tell(groups: Groups, failure: Exception) -> None:
+    """Gives this rank's failure to the ranks of its groups that compare what they were given, which would wait for
+    it."""
+    with suppress(TypeError, ValueError):  # a group that is none
+        _compare(groups, dict.fromkeys(COMPARED), failure)
+
+
+def _checksum(target: Tensor) -> int:
+    """Returns a number that differs for other targets, or for another order of them. It waits for the device."""
+    flat = target.reshape(-1).long()
+    return int((flat * (1 + torch.arange(len(flat), device=flat.device) % 9973)).sum())
 
 
 def _of_all_tokens(

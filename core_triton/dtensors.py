@@ -236,13 +236,47 @@ def _of_placements(given: dict[str, Any], gather: Gather | None) -> tuple[dict[s
     if gathers and gather is None:
         tokens = x.shape[:-1].numel() / math.prod(group.size() for group in shared)  # of the ranks of of_vocabulary
         gather = "tokens" if tokens < classes else "head"
+    if of_vocabulary is not None:
+        sizes = {f"the shape of {name}": tuple(given[name].shape) for name in ("input", "linear_weight")}
+        _check_before_exchange("the mesh", of_vocabulary, given, local, sizes)
     if of_vocabulary is None or gather == "head":
         return local, Form(Head(rows, of_vocabulary, shared), token_groups=tuple(of_tokens))
-    if gathers:
-        check_before_gather(local)
     most = _most_tokens(x, of_vocabulary) if gathers else None
     local |= _of_equal_shards(local, rows, of_vocabulary.size(), classes)
     return local, Form(Head(shared=shared), of_vocabulary, classes, most, shared)
+
+
+def _check_before_exchange(
+    name: str, group: "dist.ProcessGroup", given: dict[str, Any], local: dict[str, Any], sizes: dict[str, Any]
+) -> None:
+    """Checks the arguments of this rank before it exchanges tokens or a head with the others of a group, and compares
+    the sizes by which they do that: `vocab_shard.check_agreement`. An error of a rank is one of all."""
+    failure = None
+    try:
+        check_before_gather(local)
+        for argument in ("input", "linear_weight"):
+            if is_dtensor(given[argument]):
+                _check_local(argument, given[argument], local[argument])
+    except (TypeError, ValueError) as error:
+        failure = error
+    always = given.get("check_agreement", False)
+    vocab_shard.check_agreement(name, group, sizes, always=always, failure=failure)
+    if failure is not None:
+        raise failure
+
+
+def _check_local(name: str, whole: Any, local: Tensor) -> None:
+    """Raises ValueError if this rank's part of a DTensor is not the one that its shape and placements say."""
+    sizes, mesh = list(whole.shape), whole.device_mesh
+    for index, place in enumerate(whole.placements):
+        if place.is_shard():
+            most = -(-sizes[place.dim] // mesh.size(index))
+            sizes[place.dim] = max(min(most, sizes[place.dim] - most * mesh.get_local_rank(index)), 0)
+    if list(local.shape) != sizes:
+        raise ValueError(
+            f"{name} must have local shape {tuple(sizes)} on this rank, a part of {tuple(whole.shape)} with placements "
+            f"{whole.placements}, got {tuple(local.shape)}"
+        )
 
 
 def _of_equal_shards(local: dict[str, Any], rows: int, ranks: int, classes: int) -> dict[str, Any]:
@@ -388,6 +422,9 @@ def _of_fsdp(given: dict[str, Any], gather: Gather | None) -> tuple[dict[str, An
             got = one.placements if is_dtensor(one) else type(one).__name__
             raise ValueError(f"{name} must be a DTensor with the placements of linear_weight {w.placements}, got {got}")
         local[name] = _Local.apply(one)
+    if sharded:
+        sizes = {"the shape of linear_weight": tuple(w.shape)}
+        _check_before_exchange("the mesh of linear_weight", sharded[0], given, local, sizes)
     copies = [mesh.get_group(index) for index, place in places if place == Replicate() and mesh.size(index) > 1]
     return local, Form(Head(w.shape[0], sharded[0] if sharded else None, tuple(copies), mean=True))
 
@@ -453,10 +490,9 @@ def _of_sequence_parallel(given: dict[str, Any], gather: Gather | None) -> tuple
     if gather is not None:
         raise ValueError(f"gather must be None with sequence_parallel=True, got {gather!r}")
     vocab_shard.check_group("vocab_group", group)
-    check_before_gather(given)
     local = {name: value for name, value in given.items() if name not in ("vocab_group", "vocab_size")}
-    shape, always = local["target"].shape, local.get("check_agreement", False)
-    vocab_shard.check_agreement("vocab_group", group, {"the shape of target": tuple(shape)}, always=always)
+    shape = getattr(local["target"], "shape", torch.Size())  # what is no tensor is an error of this call
+    _check_before_exchange("vocab_group", group, given, local, {"the shape of target": tuple(shape)})
     return local, Form(Head(), group, given.get("vocab_size"), shape.numel())
 
 

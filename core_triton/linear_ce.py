@@ -185,9 +185,10 @@ def linear_cross_entropy(
             tokens of a rank. Reduction "none" is an error.
         reduce_dtype: torch.float32 or torch.bfloat16, in which the gradient of input is summed over vocab_group.
             bfloat16 sends half of the bytes and rounds each part.
-        check_agreement: the ranks of a group compare shapes and options at each call, and raise if they differ. The
-            first three calls of a group do it in any case, in eager mode. Ranks that differ later wait for each other
-            until the timeout of the group, or return wrong results.
+        check_agreement: the ranks of a group compare shapes and options at each call, those of vocab_group also their
+            targets, and all raise if they differ or if one of them raises. The first three calls of a group do it in
+            any case, in eager mode. Ranks that differ later wait for each other until the timeout of the group, or
+            return wrong results.
         gather: "tokens" or "head": what ranks with different tokens and different classes gather. input and
             linear_weight are then DTensors that are sharded on the same dimension of a mesh, on tokens and on classes.
             None gathers whichever is smaller: the tokens if all ranks together have fewer tokens than classes. With

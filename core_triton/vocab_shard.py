@@ -234,23 +234,32 @@ def joint_normalizer(
 _calls: dict[tuple[str, ...], int] = {}  # of each group, by its name, and of what was compared
 
 
-def check_agreement(name: str, group: "dist.ProcessGroup", given: Mapping[str, Any], *, always: bool) -> None:
-    """Raises ValueError on all ranks of a group if they were not given the same. Compares the first calls of each
-    group, and every call if `always`. Collectives of ranks that disagree would wait for each other until the group's
-    timeout.
+def check_agreement(
+    name: str, group: "dist.ProcessGroup", given: Mapping[str, Any], *, always: bool, failure: Exception | None = None
+) -> None:
+    """Raises ValueError on all ranks of a group if they were not given the same, or if one has a failure. Compares the
+    first calls of each group, and every call if `always`. Collectives of ranks that disagree would wait for each other
+    until the group's timeout.
 
     Args:
         name: of the argument that has the group.
-        given: what must be the same.
+        given: what must be the same. A function is called for its value, if the call is compared.
+        failure: what this rank will raise. Its `given` has the names of the other ranks, and any values.
     """
     key = group.group_name, *given
     count = _calls[key] = _calls.get(key, 0) + 1
     if not always and count > AGREEMENT_CALLS:
         return
+    own = None if failure is not None else {key: one() if callable(one) else one for key, one in given.items()}
     every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, dict(given), group=group)
-    for argument, value in every[0].items():
-        for rank, other in enumerate(every):
+    dist.all_gather_object(every, (own, f"{type(failure).__name__}: {failure}"), group=group)
+    if failure is not None:
+        return
+    for rank, (other, text) in enumerate(every):
+        if other is None:
+            raise ValueError(f"rank {rank} of {name} raised {text}")
+    for argument, value in every[0][0].items():
+        for rank, (other, _) in enumerate(every):
             if other.get(argument) != value:
                 raise ValueError(
                     f"{argument} must be the same on all ranks of {name}, got {value} on rank 0 and "

@@ -407,6 +407,41 @@ def check_vocab_parallel_arguments(rank: int, ranks: int) -> None:
             VocabParallel(input_layouts=layout)
 
 
+def check_rank_errors(rank: int, ranks: int) -> None:
+    """What one rank has in another way than the others is an error of all ranks, before they wait for each other."""
+    arrays, mesh, world = drawn(), mesh_of(ranks), dist.group.WORLD
+    x, w, target = (arrays[name] for name in ("input", "linear_weight", "target"))
+    loss: Any = partial(core_triton.linear_cross_entropy, check_agreement=True)
+    own = w.chunk(ranks)[rank]
+    of_head: Any = distribute_tensor(w, mesh, [Shard(0)])
+    shared, sharded = (
+        [distribute_tensor(one, mesh, [place]) for one in (x, target)] for place in (Replicate(), Shard(0))
+    )
+    tokens = slice(rank * 12, rank * 12 + 12)  # the last rank has fewer
+    guessed = [DTensor.from_local(one[tokens], mesh, [Shard(0)], run_check=False) for one in (x, target, w[:TOKENS])]
+    short = x[:8], of_head, target[: 8 if rank != 1 else 7]
+    moved = of_head.to_local() if rank != 1 else of_head.to_local()[1:]
+    moved = DTensor.from_local(moved, mesh, [Shard(0)], run_check=False, shape=w.shape, stride=w.stride())
+    of_shards: dict[str, Any] = {"vocab_group": world, "vocab_size": CLASSES}
+    shape = r"the shape of {} must be the same on all ranks of the mesh.* got \(48, 16\) on rank 0 and \(36, 16\) on"
+    for message, arguments, options in (
+        ("linear_weight must be this rank's shard", (x, own[rank == 1 :], target), of_shards),
+        ("linear_weight must be float32, got float16", (x, own.half() if rank == 1 else own, target), of_shards),
+        ("token_weight must have shape", (x, w, target), {"token_group": world, "token_weight": x[rank == 1 :, 0]}),
+        ("the values of target .* must be the same on all", (x, own, (target + (rank == 1)) % CLASSES), of_shards),
+        ("target must have shape \\(8,\\)", short, {"token_group": world}),
+        ("target must have shape \\(8,\\)", short, {"gather": "head", "reduction": "none"}),
+        (shape.format("input"), (guessed[0], of_head, guessed[1]), {"gather": "tokens"}),
+        (shape.format("linear_weight"), (shared[0], guessed[2], shared[1]), {}),
+        (shape.format("linear_weight"), (sharded[0], guessed[2], sharded[1]), {"gather": "head"}),
+        (shape.format("linear_weight"), (x[tokens], guessed[2], target[tokens]), {"token_group": world}),
+        ("linear_weight must have local shape \\(26, 16\\)", (sharded[0], moved, sharded[1]), {"gather": "head"}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message) as caught:
+            loss(*arguments, **options)
+        assert "values" in message or "same" in message or (rank == 1) != ("rank 1 of " in str(caught.value))
+
+
 def check_vocab_parallel_and_fsdp2(rank: int, ranks: int) -> None:
     """A module whose classes are divided on one dimension, and its parameters with FSDP2 on another, whose ranks have
     different tokens."""
@@ -525,6 +560,7 @@ DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
     "hsdp_parameter": check_hsdp_parameter,
     "vocab_parallel": check_vocab_parallel,
     "vocab_parallel_arguments": check_vocab_parallel_arguments,
+    "rank_errors": check_rank_errors,
     "vocab_parallel_and_fsdp2": check_vocab_parallel_and_fsdp2,
     "dtensor_compiled": check_compiled,
     "dtensor_errors": check_dtensor_errors,
