@@ -114,15 +114,14 @@ def prepare(
     into, precision = named["grad_into"] is not None, spec.head_precision
     saved_budget = check_saved_budget(saved_budget, spec.reduction, grad_into=into, head_precision=precision)
     check_are_arrays(named)
-    if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
-        normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
+    normalizer = as_number(normalizer)
     number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
     named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     _check_arrays(spec, vocab_axis, devices, infos)
-    named["target"], ignore_index = _signed(named["target"], spec.ignore_index)
+    named["target"], ignore_index = signed_target(named["target"], spec.ignore_index)
     spec = replace(spec, ignore_index=ignore_index)
     named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
     check_unsharded(named)
@@ -209,6 +208,13 @@ def check_are_arrays(named: dict[str, Any], *kinds: type) -> None:
             )
 
 
+def as_number(normalizer: Any) -> Any:
+    """Returns a normalizer, and one of NumPy as a Python number, because its value can be checked: it is in the memory
+    of the host."""
+    on_host = isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape
+    return normalizer.item() if on_host else normalizer
+
+
 def _check_arrays(spec: LossSpec, vocab_axis: int, devices: Devices, infos: dict[str, Any]) -> None:
     """Checks shapes and dtypes. Where devices divide the vocabulary, weight and vocab_size are those of all shards."""
     if not devices.vocab_axes:
@@ -242,7 +248,7 @@ def _check_varying(spec: LossSpec, grad_into: Array | None, **others: Array | No
         )
 
 
-def _signed(target: Array | np.ndarray, ignore_index: int) -> tuple[Array, int]:
+def signed_target(target: Array | np.ndarray, ignore_index: int) -> tuple[Array, int]:
     """Returns `target` in int32 or int64, and the ignore_index of the result.
 
     A value that does not fit int32 is not a class. Of a dtype with such values, targets above int32's maximum become

@@ -27,14 +27,14 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jax_pallas import linear_ce
-from jax_pallas.arguments import ARRAYS, check_are_arrays, check_per_token
+from jax_pallas.arguments import ARRAYS, as_number, check_are_arrays, check_per_token, signed_target
 from jax_pallas.devices import axis_names, is_divided
 from jax_pallas.elementwise import TracedLoss, trace_token_loss
 from jax_pallas.linear_ce import LogProbs, LossStats
 from jax_pallas.primitives import vary_over, varying
 from jax_pallas.row_math import TokenStats
 from jax_pallas.token_hook import takes_entropy
-from linear_ce.spec import ArrayInfo, LossSpec, check_arrays
+from linear_ce.spec import ArrayInfo, LossSpec, check_arrays, check_ignore_index
 
 __all__ = [
     "linear_cross_entropy",
@@ -289,12 +289,15 @@ def _named(
     refused = sorted({"token_axis_names", "replicated"} & {*options})
     if refused:
         raise TypeError(f"jax_pallas.sharded.{function.__name__} has no argument {refused[0]}")
+    if not isinstance(mesh, (Mesh, AbstractMesh, type(None))):
+        raise TypeError(f"mesh must be a Mesh, an AbstractMesh or None, got {type(mesh).__name__}")
     context = get_abstract_mesh() if mesh is None else mesh
     if not context.axis_names:
         raise ValueError("mesh must be given where no jax.set_mesh sets one")
     rows = batch_axis_names
     if not isinstance(rows, PartitionSpec):
-        rows = PartitionSpec(axis_names("batch_axis_names", rows) or None)
+        names = axis_names("batch_axis_names", rows)
+        rows = PartitionSpec(*[names] if names else ())
     vocab, fsdp = (
         axis_names(argument, name)
         for argument, name in (("vocab_axis_name", vocab_axis_name), ("fsdp_axis_name", fsdp_axis_name))
@@ -367,6 +370,12 @@ def _divided(function: Callable[..., Any], where: Placement, arguments: dict[str
     specs |= {"weight": everywhere, "token_weight": rows, "normalizer": everywhere, "grad_into": head}
     arguments = dict(arguments)
     per_token = arguments.pop("per_token", ())
+    # JAX would wrap a target of 64 bits to 32 bits, and a number becomes an array whose value is not known.
+    if isinstance(arguments["target"], np.ndarray):
+        of_targets = signed_target(arguments["target"], check_ignore_index(arguments.get("ignore_index", -100)))
+        arguments["target"], arguments["ignore_index"] = of_targets
+    if "normalizer" in arguments:
+        arguments["normalizer"] = as_number(arguments["normalizer"])
     operands = {name: value for name in specs if _is_array(value := arguments.get(name))}
     others = {name: value for name, value in arguments.items() if name not in operands}
     token_loss, closure = others.pop("token_loss", None), ()
@@ -438,7 +447,7 @@ def _specs(
     check_arrays(spec=LossSpec(**options), vocab_axis=axis, **infos)
     leading, classes = arguments["target"].shape, arguments["linear_weight"].shape[axis]
     if len(where.rows) > len(leading):
-        raise ValueError(f"batch_axis_names must divide axes of target, {leading}, got {where.rows}")
+        raise ValueError(f"batch_axis_names and fsdp_axis_name must divide axes of target, {leading}, got {where.rows}")
     for length, part in zip(leading, where.rows, strict=False):
         if not isinstance(length, int) or length % where.size(part):
             raise ValueError(

@@ -914,6 +914,12 @@ SCALE = (
     Mutation("jax_pallas/sharded.py", "into + lax.psum(total, into_axes)", "into + total", JAX_SUMS),
     Mutation("jax_pallas/sharded.py", "into + lax.psum(of_devices, axes)", "lax.psum(of_devices, axes)", JAX_SUMS),
     Mutation("jax_pallas/gathering.py", "grad_into + lax.psum_scatter(", "lax.psum_scatter(", JAX_SUMS),
+    Mutation(
+        "jax_pallas/sharded.py",
+        'if isinstance(arguments["target"], np.ndarray):',
+        "if False:",
+        tests("jax_pallas_sharded", "wrapped"),
+    ),
     Mutation("jax_pallas/sharded.py", "if name not in tokens)", "if name)", tests("jax_pallas_sharded", "explicit")),
     Mutation("jax_pallas/primitives.py", "axes.varying - names", "axes.varying", JAX_SHARDS),
     Mutation("jax_pallas/row_math.py", "devices.sum(valid.sum())", "valid.sum()", JAX_TOKEN_AXES),

@@ -392,6 +392,7 @@ def check_errors() -> None:
             sharded.linear_cross_entropy(*arrays, **options)
 
     raises("mesh must be given where no jax.set_mesh sets one", mesh=None)
+    raises("mesh must be a Mesh, an AbstractMesh or None, got tuple", TypeError, mesh=(2, 2))
     raises(r"must name axes of the mesh, \('data', 'fsdp'\), .* got 'model'", batch_axis_names="model")
     raises(
         "vocab_axis_name and fsdp_axis_name must name different axes", batch_axis_names="data", vocab_axis_name="data"
@@ -407,7 +408,9 @@ def check_errors() -> None:
     raises("linear_weight's 319 classes must be divisible by the 2 devices .* vocab_size=319", arrays=odd, **AXES)
     raises(r"target must have shape \(192,\)", arrays=(x, w, y[:96]), **AXES)
     raises("linear_weight must be an array, got list", TypeError, arrays=(x, [w], y), **AXES)
-    raises(r"batch_axis_names must divide axes of target, \(192,\)", batch_axis_names=P(None, "data"))
+    raises(
+        r"batch_axis_names and fsdp_axis_name must divide axes of target, \(192,\)", batch_axis_names=P(None, "data")
+    )
     raises("reduction must be one of", reduction="all", batch_axis_names="data")
     raises("memory_budget must be at least .* bytes for 96 tokens", memory_budget=10, batch_axis_names="data")
 
@@ -550,6 +553,39 @@ def test_no_tokens_on_a_mesh() -> None:
         x, upstream = jnp.ones((tokens, 8)), jnp.ones(tokens)
         d_x, d_w, _ = jax.eval_shape(step, x, jnp.ones((16, 8)), jnp.zeros(tokens, int), upstream)
         assert (d_x.shape, d_w.shape) == ((tokens, 8), (16, 8))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [(2**32 + 1, "int64"), (2**63, "uint64"), (-5, "int64"), (-(2**40), "int64")]
+)
+def test_targets_of_the_host_are_not_wrapped_to_32_bits(given: int, name: str) -> None:
+    """JAX would make a class of 2**32 + 1. The last one is ignore_index."""
+    x, w, target = jnp.ones((4, 3)), jnp.ones((5, 3)), np.zeros(4, name)
+    target[1] = given
+    arrays: Any = x, w, target
+    options: dict[str, Any] = {} if given > -(2**31) else {"ignore_index": given}
+    mesh = mesh_of(AxisType.Explicit, data=1)
+    found = [
+        linear_cross_entropy(*arrays, reduction="none", **options),
+        sharded.linear_cross_entropy(*arrays, reduction="none", mesh=mesh, batch_axis_names="data", **options),
+    ]
+    placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        found.append(linear_cross_entropy(placed, w, target, reduction="none", **options))
+    want = np.full(4, np.log(5))
+    want[1] = 0 if options else np.nan
+    for one in found:
+        np.testing.assert_allclose(np.asarray(one), want, rtol=1e-6)
+
+
+def test_numbers_of_the_host_on_a_mesh() -> None:
+    """A normalizer of NumPy is checked. One token has no axis that devices could divide."""
+    arrays: Any = jnp.ones((4, 3)), jnp.ones((5, 3)), jnp.zeros(4, int)
+    options: dict[str, Any] = {"mesh": mesh_of(data=1), "vocab_axis_name": "data"}
+    with pytest.raises(ValueError, match=r"normalizer must be finite and not negative, got -1\.0"):
+        sharded.linear_cross_entropy(*arrays, normalizer=np.asarray(-1.0), **options)
+    one = jnp.ones(3), arrays[1], jnp.int32(2)
+    np.testing.assert_allclose(np.asarray(sharded.linear_cross_entropy(*one, **options)), np.log(5), rtol=1e-6)
 
 
 @pytest.mark.slow
