@@ -265,12 +265,13 @@ def add_targets(
     d_weight: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """Launches `target_rows_kernel` on rows that `sort_by_target` sorted."""
-    tokens, hidden = x.shape
+    """Launches `target_rows_kernel` on rows that `sort_by_target` sorted. x has all rows that are classes; without
+    d_weight it is not read, and may have fewer."""
+    hidden = x.shape[1]
     block = column_block(hidden)
     launch(
         target_rows_kernel,
-        (tokens, cdiv(hidden, block) if d_weight is not None else 1),
+        (len(target), 1) if d_weight is None else (len(x), cdiv(hidden, block)),
         target,
         row,
         theta,

@@ -687,6 +687,7 @@ SCALE = (
         "            0,\n            found.imp",
         TORCH_RANKS,
     ),
+    Mutation("core_triton/target_grad.py", "(len(target), 1) if", "(len(x), 1) if", RANKS_BY_KERNELS),
     Mutation("core_triton/token_slices.py", "tl.where(other < rank, of_other, 0)", "0", RANKS_BY_KERNELS),
     Mutation("core_triton/d_weight_parts.py", "[:, None]) & counted", "[:, None])", RANKS_BY_KERNELS),
     Mutation("core_triton/d_weight_parts.py", "sizes[-1], scatter.step)", "scatter.step, sizes[-1])", RANKS_BY_KERNELS),
