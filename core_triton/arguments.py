@@ -204,6 +204,7 @@ def prepare(
         "token_weight": token_weight,
         "grad_into": grad_into,
     }
+    number = normalizer if isinstance(normalizer, (int, float)) else None
     compares = not compiling and (groups.vocab_group is not None or groups.token_group is not None)
     try:
         check_are_tensors(named)
@@ -249,6 +250,9 @@ def prepare(
             partial(_checksum, target),
             linear_weight.dtype,
             spec.reduction,
+            tuple(name for name in ("linear_bias", "weight", "normalizer") if named.get(name) is not None),
+            number,
+            token_weight is not None,
             (replace(spec, reduction="sum"), classes, found.shard_rows, str(reduce_dtype)),
             (torch.is_grad_enabled(), *differentiated, named["grad_into"] is not None),
             found.memory_budget,
@@ -316,12 +320,15 @@ def _readable(implementation: str, *matrices: Tensor) -> list[tuple[bool, ...]]:
     ]
 
 
-# What the ranks of a group compare: those of vocab_group all of it, those of token_group two.
+# What the ranks of vocab_group compare, and then those of token_group. A normalizer is compared if it is a number.
 COMPARED = (
     "the shapes and dtypes of input and target",
     "the values of target (a checksum)",
     "linear_weight's dtype",
     "reduction",
+    "which of linear_bias, weight and normalizer are given",
+    "normalizer",
+    "whether token_weight is given",
     "the other options",
     "which arguments require grad",
     "memory_budget",
@@ -329,12 +336,18 @@ COMPARED = (
     "implementation",
     "how kernels can read input and linear_weight",
 )
+COMPARED_FOR_TOKENS = (
+    "reduction",
+    "which of linear_bias, weight and normalizer are given",
+    "normalizer",
+    "the other options",
+)
 
 
 def _compare(groups: Groups, given: dict[str, Any], failure: Exception | None = None) -> None:
     """Raises ValueError where the ranks of a group were given other things, of those that must be the same, or where
     another rank has a failure."""
-    for_tokens = {key: given[key] for key in ("reduction", "the other options")}
+    for_tokens = {key: given[key] for key in COMPARED_FOR_TOKENS}
     if groups.vocab_group is not None:
         group = check_group("vocab_group", groups.vocab_group)
         check_agreement("vocab_group", group, given, always=groups.check_agreement, failure=failure)

@@ -423,12 +423,16 @@ def check_rank_errors(rank: int, ranks: int) -> None:
     moved = of_head.to_local() if rank != 1 else of_head.to_local()[1:]
     moved = DTensor.from_local(moved, mesh, [Shard(0)], run_check=False, shape=w.shape, stride=w.stride())
     of_shards: dict[str, Any] = {"vocab_group": world, "vocab_size": CLASSES}
+    given, given_weight = (None if rank == 1 else one for one in (torch.tensor(44.0), torch.ones(TOKENS)))
     shape = r"the shape of {} must be the same on all ranks of the mesh.* got \(48, 16\) on rank 0 and \(36, 16\) on"
     for message, arguments, options in (
         ("linear_weight must be this rank's shard", (x, own[rank == 1 :], target), of_shards),
         ("linear_weight must be float32, got float16", (x, own.half() if rank == 1 else own, target), of_shards),
         ("token_weight must have shape", (x, w, target), {"token_group": world, "token_weight": x[rank == 1 :, 0]}),
         ("the values of target .* must be the same on all", (x, own, (target + (rank == 1)) % CLASSES), of_shards),
+        ("normalizer must be the same on all", (x, w, target), {"token_group": world, "normalizer": 44.0 + rank}),
+        ("normalizer are given must be the same", (x, w, target), {"token_group": world, "normalizer": given}),
+        ("token_weight is given must be the same", (x, own, target), of_shards | {"token_weight": given_weight}),
         ("target must have shape \\(8,\\)", short, {"token_group": world}),
         ("target must have shape \\(8,\\)", short, {"gather": "head", "reduction": "none"}),
         (shape.format("input"), (guessed[0], of_head, guessed[1]), {"gather": "tokens"}),
