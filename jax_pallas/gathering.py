@@ -13,6 +13,7 @@ all, or the rows of the head of all.
 
 from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -47,10 +48,7 @@ def on_devices(
         places: `places(static, count)` says which of `count` arrays devices with different tokens may share, and which
             are different where devices divide the vocabulary.
     """
-    # Outside of jit, jax.shard_map does not run custom_vjp functions with symbolic zeros.
-    compiled = jax.jit(lambda static, *arrays: rule(static, *arrays), static_argnums=0)
-    gathering = with_whole_head(rule)
-    compiled_with_gather = jax.jit(lambda static, *arrays: gathering(static, *arrays), static_argnums=0)
+    compiled, compiled_with_gather = _compiled(rule), _compiled(with_whole_head(rule))
 
     def call(static: Any, *arrays: Array) -> Arrays:
         if not static.devices.axes:
@@ -63,6 +61,15 @@ def on_devices(
         return (compiled_with_gather if gather == "head" else compiled)(static, *arrays)
 
     return call
+
+
+def _compiled(rule: Any) -> Any:
+    """Returns a custom_vjp function under jit: outside of jit, jax.shard_map runs none with symbolic zeros.
+
+    Each call has a jit function of its own. JAX 0.11 would keep the jaxpr of a common one, and what it remembers of the
+    residuals is that of its last use. After a use with other gradients, a gradient of the first one would fail.
+    """
+    return lambda static, *arrays: jax.jit(partial(rule, static))(*arrays)
 
 
 def places_of_call(options: Options, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -588,6 +588,23 @@ def test_numbers_of_the_host_on_a_mesh() -> None:
     np.testing.assert_allclose(np.asarray(sharded.linear_cross_entropy(*one, **options)), np.log(5), rtol=1e-6)
 
 
+def test_gradients_of_two_programs_do_not_disturb_each_other() -> None:
+    """JAX keeps the jaxpr of a jitted function that both use, and one of them needs other gradients."""
+    x, w, y = jnp.ones((4, 3)), jnp.ones((5, 3)), jnp.zeros(4, int)
+    options: dict[str, Any] = {"mesh": mesh_of(data=1), "batch_axis_names": "data"}
+
+    def lowered(arguments: tuple[int, ...], *, within_jit: bool) -> None:
+        def loss(x: Array, w: Array) -> Array:
+            return sharded.linear_cross_entropy(x, w, y, **options)
+
+        function = jax.jit(loss) if within_jit else loss
+        jax.eval_shape(jax.grad(lambda x, w: function(x, w), argnums=arguments), x, w)
+
+    for arguments in ((0, 1), (1,), (0, 1)):
+        lowered(arguments, within_jit=False)
+    lowered((0, 1), within_jit=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", EVERY_CASE)
