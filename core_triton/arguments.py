@@ -1,7 +1,6 @@
 """The arguments of the public functions: their checks, and a call with leading axes made one."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from core_triton.problem import DTYPE_NAMES, layout_of
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
 from core_triton.transforms import check_transforms
-from core_triton.vocab_shard import REDUCE_DTYPES, check_agreement, check_group, joint_normalizer, shard_of
+from core_triton.vocab_shard import REDUCE_DTYPES, check_agreements, check_group, joint_normalizer, shard_of
 from linear_ce.spec import (
     ArrayInfo,
     LossSpec,
@@ -121,8 +120,12 @@ class Groups(NamedTuple):
 
     def of_tokens(self) -> "tuple[dist.ProcessGroup, ...]":
         """Returns the groups of token_group."""
+        return tuple([check_group("token_group", group) for group in self.given_of_tokens()])
+
+    def given_of_tokens(self) -> tuple[Any, ...]:
+        """Returns what was given as token_group, which may be no process group."""
         groups = self.token_group if isinstance(self.token_group, tuple) else (self.token_group,)
-        return tuple([check_group("token_group", group) for group in groups if group is not None])
+        return tuple([group for group in groups if group is not None])
 
 
 def decide(
@@ -175,10 +178,11 @@ class Call(NamedTuple):
     weights: ops.TokenWeights
     options: ops.Options
     grad_into: Tensor | None
+    per_token: list[Tensor]  # of a token loss
 
 
 def prepare(
-    spec: LossSpec,
+    options: tuple[Any, ...],
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -192,8 +196,10 @@ def prepare(
     batch_invariant: bool,
     saved_budget: int,
     groups: Groups,
+    token_loss: TokenLoss | None = None,
+    per_token: tuple[Tensor, ...] = (),
 ) -> Call:
-    """Checks every argument and flattens the leading axes."""
+    """Checks every argument and flattens the leading axes. `options` are those of `spec_of`."""
     compiling = torch.compiler.is_compiling()
     named: dict[str, Any] = {
         "input": input,
@@ -204,9 +210,11 @@ def prepare(
         "token_weight": token_weight,
         "grad_into": grad_into,
     }
+    normalizer = as_number(normalizer)
     number = normalizer if isinstance(normalizer, (int, float)) else None
     compares = not compiling and (groups.vocab_group is not None or groups.token_group is not None)
     try:
+        spec = spec_of(*options)
         check_are_tensors(named)
         if target.dtype == torch.uint64:
             target = named["target"] = class_indices(target, spec.ignore_index)
@@ -236,9 +244,10 @@ def prepare(
         name, rank, ranks, reduce_dtype = of_vocab_group(groups)
         found = checked(spec, device, tuple(infos), *how, rank, ranks)
         grad_into = check_grad_into(grad_into, input, linear_weight)
+        of_tokens = [] if token_loss is None else check_per_token(token_loss, per_token, target)
     except (TypeError, ValueError) as failure:
-        if compares:
-            _tell(groups, failure)
+        if compares:  # the other ranks would wait for this one
+            _compare(groups, dict.fromkeys(COMPARED), failure)
         raise
     classes = found.classes
     class_weight = None if weight is None else weight[:classes].float()
@@ -253,6 +262,7 @@ def prepare(
             tuple(name for name in ("linear_bias", "weight", "normalizer") if named.get(name) is not None),
             number,
             token_weight is not None,
+            groups.check_agreement,
             (replace(spec, reduction="sum"), classes, found.shard_rows, str(reduce_dtype)),
             (torch.is_grad_enabled(), *differentiated, named["grad_into"] is not None),
             found.memory_budget,
@@ -289,6 +299,7 @@ def prepare(
             int(groups.rank_tokens),
         ),
         grad_into,
+        of_tokens,
     )
 
 
@@ -329,6 +340,7 @@ COMPARED = (
     "which of linear_bias, weight and normalizer are given",
     "normalizer",
     "whether token_weight is given",
+    "check_agreement",
     "the other options",
     "which arguments require grad",
     "memory_budget",
@@ -340,30 +352,23 @@ COMPARED_FOR_TOKENS = (
     "reduction",
     "which of linear_bias, weight and normalizer are given",
     "normalizer",
+    "check_agreement",
     "the other options",
 )
 
 
 def _compare(groups: Groups, given: dict[str, Any], failure: Exception | None = None) -> None:
-    """Raises ValueError where the ranks of a group were given other things, of those that must be the same, or where
-    another rank has a failure."""
+    """Compares what the ranks of each group were given, of those that must be the same: `check_agreements`."""
     for_tokens = {key: given[key] for key in COMPARED_FOR_TOKENS}
+    of_groups = [("token_group", group, for_tokens) for group in groups.given_of_tokens()]
     if groups.vocab_group is not None:
-        group = check_group("vocab_group", groups.vocab_group)
-        check_agreement("vocab_group", group, given, always=groups.check_agreement, failure=failure)
-    for group in groups.of_tokens():
-        check_agreement("token_group", group, for_tokens, always=groups.check_agreement, failure=failure)
-
-
-def _tell(groups: Groups, failure: Exception) -> None:
-    """Gives this rank's failure to the ranks of its groups that compare what they were given, which would wait for
-    it."""
-    with suppress(TypeError, ValueError):  # a group that is none
-        _compare(groups, dict.fromkeys(COMPARED), failure)
+        of_groups.insert(0, ("vocab_group", groups.vocab_group, given))
+    check_agreements(of_groups, always=groups.check_agreement, failure=failure)
 
 
 def _checksum(target: Tensor) -> int:
-    """Returns a number that differs for other targets, or for another order of them. It waits for the device."""
+    """Returns a number that is another one for most other targets, and for the same in most other orders. It waits for
+    the device."""
     flat = target.reshape(-1).long()
     return int((flat * (1 + torch.arange(len(flat), device=flat.device) % 9973)).sum())
 
@@ -390,6 +395,13 @@ def _of_all_tokens(
         classes=classes,
     )
     return replace(spec, reduction="mean"), normalizer
+
+
+def as_number(normalizer: Any) -> Any:
+    """Returns a normalizer, and one of NumPy as a Python number, because its value can be checked: it is in the memory
+    of the host."""
+    on_host = isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape
+    return normalizer.item() if on_host else normalizer
 
 
 def check_per_token(
@@ -427,8 +439,6 @@ def _scalar(normalizer: Any, device: torch.device) -> Tensor:
     if isinstance(normalizer, Tensor):
         _check_kind("normalizer", normalizer)
         return normalizer
-    if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
-        normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
     if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
     return torch.full((), check_normalizer(normalizer), dtype=torch.float32, device=device)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from core_triton import ops, vocab_shard
-from core_triton.arguments import autocast_dtype, check_before_gather, class_indices
+from core_triton.arguments import Groups, autocast_dtype, check_before_gather, class_indices
 from core_triton.gathered_tokens import gathered_tokens, own_tokens
 from core_triton.head_scatter import HeadScatter, sum_of_copies
 from core_triton.problem import Gradients
@@ -238,7 +238,8 @@ def _of_placements(given: dict[str, Any], gather: Gather | None) -> tuple[dict[s
         gather = "tokens" if tokens < classes else "head"
     if of_vocabulary is not None:
         sizes = {f"the shape of {name}": tuple(given[name].shape) for name in ("input", "linear_weight")}
-        _check_before_exchange("the mesh", of_vocabulary, given, local, sizes)
+        of_mesh = [("the mesh", group, sizes) for group in (of_vocabulary, *shared)]
+        _check_before_exchange(of_mesh, given, local)
     if of_vocabulary is None or gather == "head":
         return local, Form(Head(rows, of_vocabulary, shared), token_groups=tuple(of_tokens))
     most = _most_tokens(x, of_vocabulary) if gathers else None
@@ -247,22 +248,20 @@ def _of_placements(given: dict[str, Any], gather: Gather | None) -> tuple[dict[s
 
 
 def _check_before_exchange(
-    name: str, group: "dist.ProcessGroup", given: dict[str, Any], local: dict[str, Any], sizes: dict[str, Any]
+    of_groups: list[tuple[str, Any, dict[str, Any]]], given: dict[str, Any], local: dict[str, Any]
 ) -> None:
     """Checks the arguments of this rank before it exchanges tokens or a head with the others of a group, and compares
-    the sizes by which they do that: `vocab_shard.check_agreement`. An error of a rank is one of all."""
-    failure = None
+    the sizes by which they do that: `vocab_shard.check_agreements`. An error of a rank is one of all."""
+    always = given.get("check_agreement", False)
     try:
         check_before_gather(local)
         for argument in ("input", "linear_weight"):
             if is_dtensor(given[argument]):
                 _check_local(argument, given[argument], local[argument])
-    except (TypeError, ValueError) as error:
-        failure = error
-    always = given.get("check_agreement", False)
-    vocab_shard.check_agreement(name, group, sizes, always=always, failure=failure)
-    if failure is not None:
-        raise failure
+    except (TypeError, ValueError) as failure:
+        vocab_shard.check_agreements(of_groups, always=always, failure=failure)
+        raise
+    vocab_shard.check_agreements(of_groups, always=always)
 
 
 def _check_local(name: str, whole: Any, local: Tensor) -> None:
@@ -422,10 +421,10 @@ def _of_fsdp(given: dict[str, Any], gather: Gather | None) -> tuple[dict[str, An
             got = one.placements if is_dtensor(one) else type(one).__name__
             raise ValueError(f"{name} must be a DTensor with the placements of linear_weight {w.placements}, got {got}")
         local[name] = _Local.apply(one)
+    copies = [mesh.get_group(index) for index, place in places if place == Replicate() and mesh.size(index) > 1]
     if sharded:
         sizes = {"the shape of linear_weight": tuple(w.shape)}
-        _check_before_exchange("the mesh of linear_weight", sharded[0], given, local, sizes)
-    copies = [mesh.get_group(index) for index, place in places if place == Replicate() and mesh.size(index) > 1]
+        _check_before_exchange([("the mesh of linear_weight", one, sizes) for one in (*sharded, *copies)], given, local)
     return local, Form(Head(w.shape[0], sharded[0] if sharded else None, tuple(copies), mean=True))
 
 
@@ -492,7 +491,10 @@ def _of_sequence_parallel(given: dict[str, Any], gather: Gather | None) -> tuple
     vocab_shard.check_group("vocab_group", group)
     local = {name: value for name, value in given.items() if name not in ("vocab_group", "vocab_size")}
     shape = getattr(local["target"], "shape", torch.Size())  # what is no tensor is an error of this call
-    _check_before_exchange("vocab_group", group, given, local, {"the shape of target": tuple(shape)})
+    of_groups = [("vocab_group", group, {"the shape of target": tuple(shape)})]
+    # The ranks of token_group would wait for one that raises here.
+    of_groups += [("token_group", one, {}) for one in Groups(token_group=given.get("token_group")).given_of_tokens()]
+    _check_before_exchange(of_groups, given, local)
     return local, Form(Head(), group, given.get("vocab_size"), shape.numel())
 
 

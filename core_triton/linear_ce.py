@@ -239,7 +239,7 @@ def linear_cross_entropy(
     arrays = input, linear_weight, target, linear_bias, weight, token_weight, normalizer
     groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
-    call = prepare(spec_of(*options), *arrays, *how)
+    call = prepare(options, *arrays, *how)
     return _shaped(_loss(call, statistics=0).loss, target)
 
 
@@ -295,7 +295,7 @@ def linear_cross_entropy_with_stats(
     arrays = input, linear_weight, target, linear_bias, weight, token_weight, normalizer
     groups = Groups(vocab_group, token_group, reduce_dtype, check_agreement, sequence_parallel)
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
-    call = prepare(spec_of(*options), *arrays, *how)
+    call = prepare(options, *arrays, *how)
     loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
     assert lse is not None
@@ -370,7 +370,7 @@ def linear_log_probs(
     arrays = input, linear_weight, target, linear_bias, None, None, None
     groups = Groups(vocab_group, None, reduce_dtype, check_agreement, sequence_parallel)
     how = memory_budget, implementation, grad_into, batch_invariant, saved_budget, groups
-    call = prepare(spec_of(*options), *arrays, *how)
+    call = prepare(options, *arrays, *how)
     call = gathered_tokens.of_all_tokens(call)
     if call.options.saved_budget:
         found = saved_ops.log_probs(call.arrays, call.options)
@@ -553,15 +553,14 @@ def _token_loss(
 
         arguments = options, arrays, how, token_loss, per_token, stats
         return call_between_graphs(_token_loss, *arguments, with_entropy=with_entropy)
-    call, target = prepare(spec_of(*options), *arrays, *how), arrays[2]
-    flat = check_per_token(token_loss, per_token, target)
+    call, target = prepare(options, *arrays, *how, token_loss=token_loss, per_token=per_token), arrays[2]
     reduce = call.spec.reduction != "none"
     run = token_ops.token_loss if reduce else token_ops.token_loss_rows
     if call.options.rank_tokens:
         statistics = token_ops.statistics_of(stats, with_entropy)
         vectors = reduce * token_hook.bytes_of(target.numel(), per_token, with_entropy=with_entropy)
         call = gathered_tokens.with_tokens(call, statistics=statistics, reduce=reduce, vectors=vectors)
-    of_call = *call[1:4], token_loss, flat, stats
+    of_call = *call[1:4], token_loss, call.per_token, stats
     loss, found = _run(run, *of_call, with_entropy=with_entropy, grad_into=call.grad_into)
     return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
 

@@ -8,7 +8,7 @@ An operator of torch.compile cannot have a group as an argument, so a group is p
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
@@ -232,6 +232,34 @@ def joint_normalizer(
 
 
 _calls: dict[tuple[str, ...], int] = {}  # of each group, by its name, and of what was compared
+
+
+def check_agreements(
+    of_groups: "Iterable[tuple[str, Any, Mapping[str, Any]]]", *, always: bool, failure: Exception | None = None
+) -> None:
+    """Compares what the ranks of several groups were given: `check_agreement` of each. Raises what it finds after the
+    last group, whose other ranks may not be in the one where it was found and would wait for this rank.
+
+    Args:
+        of_groups: for each group the name of its argument, the group, and what must be the same.
+        always: as in `check_agreement`.
+        failure: what this rank will raise in any case.
+
+    Raises:
+        TypeError, ValueError: the failure, or the first error of a group.
+    """
+    for name, group, given in of_groups:
+        try:
+            group = check_group(name, group)
+            # What is no bool is an error of this rank, which the others may not compare.
+            check_agreement(name, group, given, always=always is True, failure=failure)
+        except (TypeError, ValueError) as found:
+            failure = failure or found
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # whose traceback has this frame
 
 
 def check_agreement(

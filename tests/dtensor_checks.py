@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -431,6 +432,7 @@ def check_rank_errors(rank: int, ranks: int) -> None:
         ("token_weight must have shape", (x, w, target), {"token_group": world, "token_weight": x[rank == 1 :, 0]}),
         ("the values of target .* must be the same on all", (x, own, (target + (rank == 1)) % CLASSES), of_shards),
         ("normalizer must be the same on all", (x, w, target), {"token_group": world, "normalizer": 44.0 + rank}),
+        ("label_smoothing must lie in", (x, w, target), {"token_group": world, "label_smoothing": 2.0 * (rank == 1)}),
         ("normalizer are given must be the same", (x, w, target), {"token_group": world, "normalizer": given}),
         ("token_weight is given must be the same", (x, own, target), of_shards | {"token_weight": given_weight}),
         ("target must have shape \\(8,\\)", short, {"token_group": world}),
@@ -444,6 +446,39 @@ def check_rank_errors(rank: int, ranks: int) -> None:
         with pytest.raises((TypeError, ValueError), match=message) as caught:
             loss(*arguments, **options)
         assert "values" in message or "same" in message or (rank == 1) != ("rank 1 of " in str(caught.value))
+    once: Any = core_triton.linear_cross_entropy
+    for message, options in (
+        ("check_agreement must be the same", {"check_agreement": rank != 1}),
+        ("check_agreement must be a bool, got str", {"check_agreement": "yes" if rank == 1 else False}),
+        ("normalizer must be the same", {"normalizer": np.float32(44 + rank)}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            once(x, w, target, token_group=dist.new_group(), **options)
+    values, group = arrays["token_weight"][rank == 1 :], cast(dist.ProcessGroup, dist.new_group())
+    with pytest.raises(ValueError, match=r"per_token\[0\] must have shape"):
+        core_triton.linear_token_loss(x, w, target, torch.mul, values, token_group=group)
+
+
+def check_rank_errors_of_two_groups(rank: int, ranks: int) -> None:
+    """An error of one rank reaches those that are in no group with it."""
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("tokens", "classes"))
+    arrays = drawn()
+    x, w, target = arrays["input"][:44], arrays["linear_weight"][:100], arrays["target"][:44]
+    head: Any = distribute_tensor(w, mesh, [Replicate(), Shard(0)])
+    of_tokens = [Shard(0), Replicate()]
+    parts = [DTensor.from_local(one, mesh, of_tokens, run_check=False) for one in (x, target[rank == 1 :])]
+    groups: dict[str, Any] = {"vocab_group": mesh.get_group("classes"), "token_group": mesh.get_group("tokens")}
+    own = head.to_local()
+    loss: Any = partial(core_triton.linear_cross_entropy, check_agreement=True)
+    for arguments, options in (
+        ((x, own, target[rank == 1 :]), groups),
+        ((x, own, target[rank == 1 :]), groups | {"sequence_parallel": True}),
+        ((parts[0], head, parts[1]), {}),
+        ((x, head, target[rank == 1 :]), {"gather": "head"}),
+    ):
+        message = r"^target must" if rank == 1 else r"rank \d of .* raised ValueError: target must have shape \(44,\)"
+        with pytest.raises(ValueError, match=message):
+            loss(*arguments, **options)
 
 
 def check_vocab_parallel_and_fsdp2(rank: int, ranks: int) -> None:
@@ -565,6 +600,7 @@ DTENSOR_CHECKS: dict[str, Callable[[int, int], None]] = {
     "vocab_parallel": check_vocab_parallel,
     "vocab_parallel_arguments": check_vocab_parallel_arguments,
     "rank_errors": check_rank_errors,
+    "rank_errors_of_two_groups": check_rank_errors_of_two_groups,
     "vocab_parallel_and_fsdp2": check_vocab_parallel_and_fsdp2,
     "dtensor_compiled": check_compiled,
     "dtensor_errors": check_dtensor_errors,

@@ -710,6 +710,7 @@ SCALE = (
     Mutation("core_triton/shard_rows.py", "plan_of(self.problem).batch_invariant", "False", RANKS_BY_KERNELS),
     Mutation("core_triton/plan.py", " or key.batch_invariant):", "):", RANKS_BY_KERNELS),
     Mutation("core_triton/vocab_shard.py", "if other.get(argument) != value:", "if False:", TORCH_RANKS),
+    Mutation("core_triton/arguments.py", "            groups.check_agreement,\n", "            True,\n", TORCH_RANKS),
     Mutation(
         "core_triton/dtensors.py", "_Summed.apply(one / ranks, groups)", "_Summed.apply(one, groups)", TORCH_RANKS
     ),
@@ -1822,7 +1823,7 @@ HOSTS_TRANSFORMERS = (
     Mutation("core_triton/hosts/deferred.py", " = __eq__ = __ne__", "", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "source.hidden = None", "pass", HOSTS),
     Mutation("core_triton/hosts/deferred.py", "if weight is None or weight.ndim != 2 else", "if True else", HOSTS),
-    Mutation("core_triton/hosts/interface.py", "if computed._version == 0 and", "if", HOSTS),
+    Mutation("core_triton/hosts/interface.py", "if not in_place and", "if", HOSTS),
     Mutation("core_triton/hosts/interface.py", " | value.isnan()", "", HOSTS),
     Mutation("core_triton/hosts/transformers.py", "    del fused.__wrapped__", "    pass", HOSTS),
     Mutation("core_triton/hosts/transformers.py", '"__reduce_ex__": reduce, ', "", HOSTS),

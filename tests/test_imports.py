@@ -163,7 +163,7 @@ ONE_FRAMEWORK_ONLY = {
         *("autocast_dtype", "dtype_of_matmul"),  # JAX has no autocast
         "check_before_gather",  # what dtensors.py checks
         "class_indices",  # JAX compares targets in the dtype that they have
-        *("signed_target", "as_number"),  # of the arguments of NumPy that sharded.py places on devices
+        "signed_target",  # of the arguments of NumPy that sharded.py places on devices
     },
     # In PyTorch, plan A takes the token loss as an argument, and kernels finish stored logits.
     "chunked.py": {"ChunkRows", "token_loss_and_gradients", "finished_logits"},
@@ -260,7 +260,7 @@ ONE_FRAMEWORK_ONLY = {
             "check_group",
             "shard_of",
             "joint_normalizer",
-            "check_agreement",
+            *("check_agreement", "check_agreements"),
         ),
         "first_class",
     },
