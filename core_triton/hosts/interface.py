@@ -69,7 +69,8 @@ def check_hooks(module: nn.Module, name: str, computed: Tensor, output: Any) -> 
         return
     names = ""
     if not torch.compiler.is_compiling():  # torch.compile cannot trace versions, values and names
-        if computed._version == 0 and isinstance(output, Tensor) and output.shape == computed.shape:
+        in_place = not computed.is_inference() and computed._version > 0  # inference_mode counts no versions
+        if not in_place and isinstance(output, Tensor) and output.shape == computed.shape:
             value = computed.detach().to(output.dtype)
             if output is computed or bool(((output.detach() == value) | value.isnan()).all()):
                 return
