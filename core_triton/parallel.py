@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from core_triton.dtensors import OF_TOKENS
 from core_triton.module import LinearCrossEntropy
 
 
@@ -22,7 +23,7 @@ class VocabParallel(ParallelStyle):
     Args:
         input_layouts: of the plain tensors that the module gets as input, target and token_weight. Replicate(): all
             ranks have the same tokens. Shard(i): each has a part of the tokens of axis i, as after a layer with
-            sequence parallelism; then the tokens or the head are gathered. All ranks have as many tokens.
+            sequence parallelism, and the same number of them; then the tokens or the head are gathered.
         use_local_output: return a plain Tensor in place of a DTensor.
 
     Raises:
@@ -66,9 +67,6 @@ def _divide(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
             continue  # it may be the weight of an embedding too
         divided = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
         module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-
-
-OF_TOKENS = ("input", "target", "token_weight")
 
 
 def _with_layout(

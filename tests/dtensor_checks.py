@@ -401,6 +401,16 @@ def check_vocab_parallel_arguments(rank: int, ranks: int) -> None:
     with torch.no_grad():
         plain = core_triton.linear_cross_entropy(hidden, w, target, token_weight=arrays["token_weight"])
     torch.testing.assert_close(plain, loss.detach())
+    divided: Any = core_triton.LinearCrossEntropy(HIDDEN, CLASSES)
+    divided.weight = embedding.weight
+    parallelize_module(divided, mesh, VocabParallel(input_layouts=Shard(0)))
+    own = slice(rank * 11, rank * 11 + 11)  # the same number on all of four ranks
+    with torch.no_grad():
+        named = {name: arrays[name][own] for name in ("target", "token_weight")}
+        parts = divided(arrays["input"][own], **named)
+        first, weight = arrays["input"][:44], arrays["token_weight"][:44]
+        whole = core_triton.linear_cross_entropy(first, w, target[:44], token_weight=weight)
+        torch.testing.assert_close(parts, whole)
     for layout in (Shard(-2), Partial()):
         with pytest.raises(
             ValueError, match="input_layouts must be Replicate\\(\\) or Shard\\(i\\) with an i of 0 or more"

@@ -1,6 +1,7 @@
 """Every array argument gives the same result in every layout as its contiguous copy. Unsupported kinds of tensors are
 refused. The loss of a confident token is never negative, and as accurate as the loss of materialized float32 logits."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -258,18 +259,32 @@ def test_meta_tensors_give_shapes() -> None:
     assert core_triton.linear_log_probs(x, w, target).entropy.shape == (3, 4)
 
 
+@pytest.fixture
+def fake_group() -> Iterator[Any]:
+    """A process group of two ranks whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["vocab_group", "token_group"])
+def test_tensors_without_values_of_two_ranks(fake_group: Any, name: str) -> None:
+    x, w = (torch.empty(*shape, device="meta", requires_grad=True) for shape in ((12, 8), (10, 8)))
+    target, groups = torch.empty(12, dtype=torch.long, device="meta"), {name: fake_group}
+    loss = core_triton.linear_cross_entropy(x, w, target, **groups)
+    assert [one.shape for one in torch.autograd.grad(loss, (x, w))] == [x.shape, w.shape]
+
+
+@pytest.mark.usefixtures("fake_group")
 def test_a_distributed_head_beside_a_plain_input_is_refused() -> None:
     """Nothing says whether the ranks have the same tokens. `dtensor_checks.py` has the calls that run."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        x, w, target = torch.randn(4, 8), torch.randn(10, 8), torch.zeros(4, dtype=torch.long)
-        shared = DTensor.from_local(w, mesh, [Replicate()])
-        with pytest.raises(ValueError, match="input must be a DTensor beside a DTensor linear_weight"):
-            core_triton.linear_cross_entropy(x, shared, target)
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2,))
+    x, w, target = torch.randn(4, 8), torch.randn(10, 8), torch.zeros(4, dtype=torch.long)
+    shared = DTensor.from_local(w, mesh, [Replicate()])
+    with pytest.raises(ValueError, match="input must be a DTensor beside a DTensor linear_weight"):
+        core_triton.linear_cross_entropy(x, shared, target)
