@@ -243,23 +243,24 @@ def check_agreements(
     Args:
         of_groups: for each group the name of its argument, the group, and what must be the same.
         always: as in `check_agreement`.
-        failure: what this rank will raise in any case.
+        failure: what this rank will raise after this call, which then raises nothing.
 
     Raises:
-        TypeError, ValueError: the failure, or the first error of a group.
+        TypeError, ValueError: the first error of a group.
     """
+    found: Exception | None = None
     for name, group, given in of_groups:
         try:
             group = check_group(name, group)
             # What is no bool is an error of this rank, which the others may not compare.
-            check_agreement(name, group, given, always=always is True, failure=failure)
-        except (TypeError, ValueError) as found:
-            failure = failure or found
+            check_agreement(name, group, given, always=always is True, failure=failure or found)
+        except (TypeError, ValueError) as error:
+            found = found or error
     try:
-        if failure is not None:
-            raise failure
+        if found is not None and failure is None:
+            raise found
     finally:
-        del failure  # whose traceback has this frame
+        del found  # its traceback has this frame, and would keep the tensors of the call
 
 
 def check_agreement(

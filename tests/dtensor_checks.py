@@ -1,7 +1,10 @@
 """Checks of calls on DTensors, which `torch_ranks.py` runs on all of its ranks."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, cast
 
@@ -489,6 +492,15 @@ def check_rank_errors_of_two_groups(rank: int, ranks: int) -> None:
         message = r"^target must" if rank == 1 else r"rank \d of .* raised ValueError: target must have shape \(44,\)"
         with pytest.raises(ValueError, match=message):
             loss(*arguments, **options)
+    given = x.clone()
+    kept = weakref.ref(given)
+    gc.collect()
+    gc.disable()
+    with suppress(ValueError):
+        loss(given, own, target[rank == 1 :], **groups)
+    del given
+    assert kept() is None  # an error that was caught keeps no tensor in a cycle of references
+    gc.enable()
 
 
 def check_vocab_parallel_and_fsdp2(rank: int, ranks: int) -> None:
