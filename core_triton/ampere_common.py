@@ -1,4 +1,4 @@
-"""The common parts of the kernels for compute capability 8.x and 16 bits: the matmul of a tile, and its store.
+"""The common parts of the kernels of 16 bits for compute capability 8.x and 12.x: the matmul of a tile, and its store.
 
 They are in Triton's Gluon dialect. Triton's own pipelining copies the next steps of the matmul asynchronously
 (cp.async). But at each step it first waits for a step's operands, then reads all of them from shared memory (ldmatrix),

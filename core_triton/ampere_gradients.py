@@ -1,4 +1,4 @@
-"""The two gradient matmuls of plan A with scaled exponentials for compute capability 8.x, in Triton's Gluon dialect.
+"""The gradient matmuls of plan A with scaled exponentials for compute capability 8.x and 12.x, in Gluon.
 
     d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`, `d_weight_of_old_kernel`
     d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`

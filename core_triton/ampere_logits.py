@@ -1,4 +1,4 @@
-"""The exponentials of `kernels.py` for compute capability 8.x and 16 bits, in Triton's Gluon dialect.
+"""The exponentials of 16 bits of `kernels.py` for compute capability 8.x and 12.x, in Triton's Gluon dialect.
 
 A program computes one tile, with the matmul of `ampere_common.py`.
 """

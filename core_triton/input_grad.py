@@ -1,5 +1,5 @@
-"""The common parts of the two kernels of d_input, for Hopper (`hopper_gradients.py`) and for compute capability 8.x
-(`ampere_gradients.py`).
+"""The common parts of the two kernels of d_input, for Hopper (`hopper_gradients.py`) and for compute capability 8.x and
+12.x (`ampere_gradients.py`).
 
     d_input = rho (E W) + theta w_target       (n, D), summed over classes: (32)
 

@@ -1,11 +1,12 @@
 """Triton kernels that compute logits, for any GPU. Each kernel is above the function that launches it.
 
 `hopper_logits.py` has the same functions for sm_90. `ampere_logits.py` has the exponentials of 16 bits for compute
-capability 8.x. The kernels without matmuls are in `row_kernels.py` and `target_grad.py`.
+capability 8.x and 12.x (`tile_config.kernel_capability`). The kernels without matmuls are in `row_kernels.py` and
+`target_grad.py`.
 
 All kernels here call `logits_tile`. They are persistent: a fixed grid of programs iterates over tiles of BLOCK_N rows x
 BLOCK_V classes (`tile_of`). They read operands through tensor descriptors (TMA if the GPU has it), which return zeros
-out of bounds. For compute capability 8.x they read through pointers, and each matrix has a stride argument. Triton
+out of bounds. For 8.x and 12.x they read through pointers, and each matrix has a stride argument. Triton
 copies blocks that are read through pointers asynchronously (cp.async) while it multiplies. It does not do so for
 descriptors there. One program writes each output, without atomics on floats, so results repeat bit for bit. Equations:
 linear_ce/MATH.md.

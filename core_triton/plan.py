@@ -111,7 +111,7 @@ class ExecutionPlan:
     """How a call runs.
 
     Args:
-        implementation: "triton", "triton_sm80" (on any GPU the kernels for compute capability 8.x) or "chunked".
+        implementation: "triton", "triton_sm80" (on a newer GPU the kernels for an A100) or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
             logits for the gradients: 4 matmuls. "stored_logits" is for float32: the logits stay in memory between the
             passes if `chunks.keeps_logits`: 3 matmuls, else 4. "chunked" uses PyTorch operators only.

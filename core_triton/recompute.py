@@ -1,10 +1,10 @@
 """The tiles of `chunked.py`, computed by kernels, for calls that recompute the logits for the gradients: 1 + 3 matmuls.
 
 Plan A uses them for label smoothing that is not of rank one (`plan.smoothing_is_linear`), for the gradients of token
-losses of the entropies and, on compute capability 8.x, for 2**24 classes or more. Plan C uses them where its backward
-pass cannot be plan A again (`plan.make_plan`). float32 has `stored_logits.py`. The chunks of rows and vocabulary chunks
-are those of `chunked`. In the first pass the logits stay within a multiprocessor. The second pass writes d_logits once,
-and the gradients are cuBLAS GEMMs of d_logits.
+losses of the entropies and, on compute capability 8.x and 12.x, for 2**24 classes or more. Plan C uses them where its
+backward pass cannot be plan A again (`plan.make_plan`). float32 has `stored_logits.py`. The chunks of rows and
+vocabulary chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The second pass
+writes d_logits once, and the gradients are cuBLAS GEMMs of d_logits.
 """
 
 import torch
