@@ -1,5 +1,4 @@
-"""What the kernels in Triton's Gluon dialect share, for Hopper and for compute capability 8.x and
-12.x."""
+"""What the kernels in Triton's Gluon dialect share, for Hopper and for compute capability 8.x and 12.x."""
 
 from typing import Any, NamedTuple
 

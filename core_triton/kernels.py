@@ -6,10 +6,9 @@ capability 8.x and 12.x (`tile_config.kernel_capability`). The kernels without m
 
 All kernels here call `logits_tile`. They are persistent: a fixed grid of programs iterates over tiles of BLOCK_N rows x
 BLOCK_V classes (`tile_of`). They read operands through tensor descriptors (TMA if the GPU has it), which return zeros
-out of bounds. For 8.x and 12.x they read through pointers, and each matrix has a stride argument. Triton
-copies blocks that are read through pointers asynchronously (cp.async) while it multiplies. It does not do so for
-descriptors there. One program writes each output, without atomics on floats, so results repeat bit for bit. Equations:
-linear_ce/MATH.md.
+out of bounds. For 8.x and 12.x they read through pointers, and each matrix has a stride argument. Triton copies blocks
+that are read through pointers asynchronously (cp.async) while it multiplies. It does not do so for descriptors there.
+One program writes each output, without atomics on floats, so results repeat bit for bit. Equations: linear_ce/MATH.md.
 """
 
 from typing import Any, NamedTuple
