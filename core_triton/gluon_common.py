@@ -141,6 +141,30 @@ def fit_in_float16(found, exponentials, total, QUARTER: gl.constexpr):
 
 
 @gluon.jit
+def add_stored_statistics(pointer, found, class_block, row_ids, rows, inside, STATISTICS: gl.constexpr):
+    """Returns the statistics with those of earlier classes, which `store_statistics` has written where `inside`."""
+    top, argmax, exp_log, logit, squares = found.top, found.argmax, found.exp_log, found.logit, found.squares
+    at = pointer + class_block.to(gl.int64) * planes(STATISTICS) * rows + row_ids
+    if MAX & STATISTICS:
+        stored = gl.load(at, mask=inside, other=float("-inf"))
+        at += rows
+        if ARGMAX & STATISTICS:
+            of_stored = gl.load(at, mask=inside, other=0.0)
+            at += rows
+            argmax = gl.where(top > stored, argmax, of_stored)
+        top = gl.maximum(top, stored)
+    if ENTROPY & STATISTICS:
+        exp_log += gl.load(at, mask=inside, other=0.0)
+        at += rows
+    if LOGIT_SUM & STATISTICS:
+        logit += gl.load(at, mask=inside, other=0.0)
+        at += rows
+    if SQUARES & STATISTICS:
+        squares += gl.load(at, mask=inside, other=0.0)
+    return Statistics(top, argmax, exp_log, logit, squares, found.shifts)
+
+
+@gluon.jit
 def store_statistics(pointer, found, class_block, row_ids, rows, inside, STATISTICS: gl.constexpr):
     """Writes the statistics of a tile's rows where `kernels.store_statistics` writes them."""
     at = pointer + class_block.to(gl.int64) * planes(STATISTICS) * rows + row_ids

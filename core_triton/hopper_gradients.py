@@ -42,6 +42,7 @@ from core_triton.hopper_common import (
     make_ring,
     next_stage,
 )
+from core_triton.hopper_split_head import multiply_split
 from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import Blocks, cdiv, launch
@@ -475,32 +476,6 @@ def load_d_input(w_desc, e_desc, others, ring, active, d_blocks, schedule, W_BY_
                     tma_load(w_desc, [d + 64, k], bar, ring.a.index(2 * stage + 1))
                 load_e(e_desc, others, row, k, bar, ring.b.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def multiply_split(acc, w, e, W_BY_CLASS: gl.constexpr):
-    """Adds the matmul of a step of a float32 head to acc, and waits for it: w is the sum of two matrices of e's dtype.
-    MATH.md (39), as `head_copy.copy_head_kernel` splits it.
-
-    Both come from registers. The classes are split a piece at a time, while the matrix units multiply the pieces
-    before. No matmul stays in flight at the end, because ptxas makes each matmul wait for the one before where the
-    registers of an operand are in use in two iterations.
-    """
-    PIECE: gl.constexpr = 16  # classes of a matrix instruction
-    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    operands = ()
-    for i in gl.static_range(e.shape[1] // PIECE):
-        if W_BY_CLASS:
-            exact = w.slice(i * PIECE, PIECE, 0).permute((1, 0)).load(layout)
-        else:
-            exact = w.slice(i * PIECE, PIECE, 1).load(layout)
-        high = exact.to(e.dtype)
-        low = (exact - high.to(gl.float32)).to(e.dtype)
-        of_e = e.slice(i * PIECE, PIECE, 1).permute((1, 0))
-        acc = warpgroup_mma(high, of_e, acc, is_async=True)
-        acc = warpgroup_mma(low, of_e, acc, is_async=True)
-        operands = operands + (high, low)
-    return warpgroup_mma_wait(0, deps=(acc,) + operands)[0]
 
 
 @gluon.jit

@@ -189,19 +189,24 @@ class Done(NamedTuple):
 
 @gluon.jit
 def store_done(e_desc, others, buffers, done, WHICH: gl.constexpr, i: gl.constexpr):
+    """Stores the quarter `i` of a tile."""
+    column = done.column + i * e_desc.block_type.shape[1]
+    store_exponentials(e_desc, others, buffers, done.quarters[i], done.row, column, WHICH, i)
+
+
+@gluon.jit
+def store_exponentials(e_desc, others, buffers, quarter, row, column, WHICH: gl.constexpr, i: gl.constexpr):
     """Stores the quarter `i` of a tile. With `others`, e has the first piece, and these the other pieces: `Stores`."""
-    WIDTH: gl.constexpr = e_desc.block_type.shape[1]
-    column = done.column + i * WIDTH
     if len(others) == 0:
-        store_quarter(e_desc, buffers, done.quarters[i], done.row, column, WHICH, i)
+        store_quarter(e_desc, buffers, quarter, row, column, WHICH, i)
     else:
         # Of these two stores, one is outside and has no effect. A branch spills up to 112 bytes of registers. A row or
         # column less than 0 is no place outside: a GPU calls such a store an illegal instruction.
         others_desc, piece, piece_rows = others
         number = column // piece
-        buffer = fill_buffer(buffers, done.quarters[i], WHICH, i, 2)
-        tma_store(e_desc, [done.row, column], buffer)
-        row = gl.where(number == 0, OUTSIDE, done.row + (number - 1) * piece_rows)
+        buffer = fill_buffer(buffers, quarter, WHICH, i, 2)
+        tma_store(e_desc, [row, column], buffer)
+        row = gl.where(number == 0, OUTSIDE, row + (number - 1) * piece_rows)
         tma_store(others_desc, [row, column - number * piece], buffer)
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core_triton import row_math
+from core_triton import row_math, tile_config
 from core_triton.first_chunk import Stores
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
@@ -113,21 +113,24 @@ def _blocks(problem: Problem, *, repair: bool = False, splits: bool = False, cro
     assert tile is not None
     block_n = tile.block_n // 2 if repair else tile.block_n
     block_d = tile.block_d // 2 if splits else tile.block_d
+    in_place = splits and plan.hopper and not plan.casts_head  # with the class blocks of `hopper_split_head`
+    block_v = tile_config.CLASS_BLOCK if in_place else tile.block_v
     num_warps = 8 if crowded and plan.pointers else tile.num_warps
     constexprs = {
         "BLOCK_N": block_n,
-        "BLOCK_V": tile.block_v,
+        "BLOCK_V": block_v,
         "BLOCK_D": block_d,
         "num_warps": num_warps,
         "num_stages": tile.num_stages,
         **({"SPLITS": True} if splits else {}),
+        **({"CLASS_BLOCK": tile.block_v} if in_place else {}),
         **({"maxnreg": 255} if repair else {}),
         **({"arch": plan.arch} if plan.arch else {}),
     }
     return TileBlocks(
         (block_n, block_d),
-        (tile.block_v, block_d),
-        (block_n, tile.block_v),
+        (block_v, block_d),
+        (block_n, block_v),
         constexprs,
         pointers=plan.pointers,
         programs=8 // num_warps if plan.pointers else 1,  # 8 warps of up to 255 registers fit
@@ -492,6 +495,25 @@ def flagged(flag_ptr, row_blocks):
     return tl.sum(acc, 0)
 
 
+@triton.jit
+def store_no_classes(
+    sum_ptr, max_ptr, row_ids, rows, stored, block, classes, STATISTICS: tl.constexpr, BLOCK_V: tl.constexpr,
+    CLASS_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the sums and statistics of no classes to the class blocks after `block` in a tile of BLOCK_V classes."""
+    zeros = tl.zeros_like(row_ids).to(tl.float32)
+    for i in tl.static_range(1, BLOCK_V // CLASS_BLOCK):
+        inside = stored & ((block + i) * CLASS_BLOCK < classes)
+        first = (block + i).to(tl.int64)
+        tl.store(sum_ptr + first * rows + row_ids, zeros, mask=inside)
+        if STATISTICS:
+            at = max_ptr + first * planes(STATISTICS) * rows + row_ids
+            if MAX & STATISTICS:
+                tl.store(at, zeros - float("inf"), mask=inside)
+            for plane in range((MAX & STATISTICS) != 0, planes(STATISTICS)):
+                tl.store(at + plane * rows, zeros, mask=inside)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, others_matrix, others_stride, bias_ptr, target_ptr,
@@ -500,7 +522,7 @@ def repair_kernel(
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr,
     BY_ROW: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, TOP_EXPONENT: tl.constexpr = 0,
-    SPLITS: tl.constexpr = False,
+    SPLITS: tl.constexpr = False, CLASS_BLOCK: tl.constexpr = None,
 ):  # fmt: skip
     """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
 
@@ -512,6 +534,9 @@ def repair_kernel(
     flag, and then there is nothing to do.
 
     The largest exponential becomes 2**TOP_EXPONENT or up to twice that.
+
+    With CLASS_BLOCK there are sums of so many classes, and a tile has several such blocks: all its classes are summed
+    in the first of them, and the others get the sums of no classes.
 
     With BY_ROW, top is inf for the rows of which no sum is too large (`row_statistics.keep_rows`). They keep their
     reference exponents and the results of `exponentials_kernel`, e too, whose last bits other instructions computed. So
@@ -547,7 +572,8 @@ def repair_kernel(
                     redone = tl.load(top_ptr + row_ids, mask=inside, other=float("inf"), cache_modifier=".cg") < float(
                         "inf"
                     )
-                out = class_block.to(tl.int64) * rows + row_ids
+                block = class_block if CLASS_BLOCK is None else column // CLASS_BLOCK
+                out = block.to(tl.int64) * rows + row_ids
                 store_target_logit(
                     target_logit_ptr, target_ptr, first_class, logits, row_ids, column, redone, classes, BLOCK_V
                 )
@@ -563,7 +589,7 @@ def repair_kernel(
                 exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
                 tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=redone)
                 if STATISTICS:
-                    at = max_ptr + class_block.to(tl.int64) * planes(STATISTICS) * rows + row_ids
+                    at = max_ptr + block.to(tl.int64) * planes(STATISTICS) * rows + row_ids
                     store_statistics(
                         at, rows, logits, exponentials, ref_exponent, redone, column, classes, STATISTICS, BLOCK_V
                     )
@@ -578,6 +604,14 @@ def repair_kernel(
                         exponentials, redone, row, column, rows, classes, BY_ROW,
                     )  # fmt: skip
             else:
+                if CLASS_BLOCK is not None:
+                    redone = inside
+                    if BY_ROW:
+                        redone &= tl.load(top_ptr + row_ids, mask=inside, other=float("inf")) < float("inf")
+                    store_no_classes(
+                        sum_ptr, max_ptr, row_ids, rows, redone, column // CLASS_BLOCK, classes, STATISTICS, BLOCK_V,
+                        CLASS_BLOCK,
+                    )  # fmt: skip
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
                 if draws:
                     tl.debug_barrier()  # every thread has raised its rows

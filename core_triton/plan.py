@@ -352,18 +352,6 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     capability = tile_config.kernel_capability(capability)
     hopper = capability == 90 and key.device.type == "cuda"
     pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
-    width = hidden * (1 + key.splits_head)  # of the operands of the logits
-    tile = tile_config.choose_tile(capability, width)
-    casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)
-    of_kernels: dict[str, Any] = {"hopper": hopper, "pointers": pointers, "arch": arch, "tile": tile}
-    of_kernels |= {"casts_head": casts_head, "programs": key.device.multiprocessors}
-    needs_grad = key.d_input or key.d_weight or key.d_bias
-    padded_hidden = tile_config.padded_hidden(width, x.itemsize)
-    if pointers and padded_hidden >= tile_config.MAX_STRIDE:
-        most, split = tile_config.MAX_STRIDE // (1 + key.splits_head), ""
-        if key.splits_head:
-            split = ' with head_precision "float32"'
-        raise ValueError(f"input must have fewer than {most} columns on this GPU{split}, got {hidden}")
     scaled_exp = (
         (not key.ranks or shards_are_scaled(key))
         and (not key.label_smoothing or smoothing_is_linear(key))
@@ -377,6 +365,23 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             )
         )
     )
+    # The kernels of repairs read a float32 head themselves and split it, and on Hopper those of plans A and B.
+    readable = w.tma_compatible(pointers=pointers)
+    splits = key.splits_head and readable and hopper and scaled_exp
+    tile = tile_config.choose_tile(capability, hidden * (1 + key.splits_head))
+    if splits:
+        tile = replace(tile, block_v=tile_config.SPLIT_CLASS_BLOCK)
+    width = hidden * (1 + (key.splits_head and not splits))  # of the operands of the logits
+    casts_head = (w.dtype != x.dtype and not splits) or not readable
+    of_kernels: dict[str, Any] = {"hopper": hopper, "pointers": pointers, "arch": arch, "tile": tile}
+    of_kernels |= {"casts_head": casts_head, "programs": key.device.multiprocessors}
+    needs_grad = key.d_input or key.d_weight or key.d_bias
+    padded_hidden = tile_config.padded_hidden(width, x.itemsize)
+    if pointers and padded_hidden >= tile_config.MAX_STRIDE:
+        most, split = tile_config.MAX_STRIDE // (1 + key.splits_head), ""
+        if key.splits_head:
+            split = ' with head_precision "float32"'
+        raise ValueError(f"input must have fewer than {most} columns on this GPU{split}, got {hidden}")
     if key.stage == "saved_rows" and (unsaved := why_unsaved(key.implementation, x.dtype, key.label_smoothing)):
         raise ValueError(unsaved)
     if key.stage == "saved_rows" and not scaled_exp:
@@ -389,17 +394,14 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         ampere = pointers and key.device.type == "cuda"
         ampere_tile = tile_config.choose_ampere_tile(tile, capability) if ampere else None
         tiling = None
-        # Our kernels of d_input and of repairs read a float32 head themselves and split it.
-        reads_split_head = key.splits_head and w.tma_compatible(pointers=pointers)
-        splits = hopper and reads_split_head
-        if splits or ((hopper or ampere) and not casts_head):
-            tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
+        if (hopper or ampere) and not casts_head:
+            tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile, splits_head=splits)
         float32_d_weight = key.grad_into or key.splits_head
         if float32_d_weight:
             d_weight_kernel = hopper and hidden % 4 == 0 and key.into_aligned
         else:
             d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
-        holds_rows = key.d_input and padded_hidden == hidden and not key.gathers  # never of a split head
+        holds_rows = key.d_input and padded_hidden == hidden and not key.gathers
         fits_float16 = x.dtype == "float16" and key.stage != "losses"
         # Class weights are those of all shards.
         smoothing = (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes * max(key.ranks, 1))
@@ -423,7 +425,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
                 tokens=max(tokens, 1),
-                hidden=padded_hidden,
+                hidden=padded_hidden * (1 + splits),
                 classes=key.classes,
                 d_input=key.d_input,
                 d_weight=key.d_weight and key.stage != "saved_rows",
@@ -431,12 +433,12 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 d_weight_itemsize=4 if d_weight_kernel and float32_d_weight else 2,
                 parts=1 + key.splits_head,
                 adds_in_l2=d_weight_kernel and hopper,
-                block_v=tile.block_v,
+                block_v=tile_config.CLASS_BLOCK if splits else tile.block_v,
                 # Two programs of a multiprocessor share its matrix units, so for 8.x their tiles count one by one.
                 class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
                 row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
                 programs=key.device.multiprocessors,
-                cast_bytes=casts_head * (COPIES - splits) * key.classes * (w.itemsize * hidden + x.itemsize * width),
+                cast_bytes=casts_head * COPIES * key.classes * (w.itemsize * hidden + x.itemsize * width),
                 gpu=gpu,
                 coefficients=coefficients,
                 piece_ns=tile_config.PIECE_NS,
@@ -446,7 +448,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             hidden=padded_hidden,
             classes=key.classes,
             itemsize=x.itemsize,
-            block_v=tile.block_v,
+            block_v=tile_config.CLASS_BLOCK if splits else tile.block_v,
+            class_block=tile.block_v,
             stores=needs_grad,
             saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             d_input=key.d_input,
@@ -456,7 +459,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
             statistics=(1 if key.stage == "saved_rows" else key.statistics) + (fits_float16 and needs_grad),
             tiling=tiling,
-            splits_head=key.splits_head,
+            splits_head=key.splits_head and not splits,
             programs=key.device.multiprocessors * (key.splits_head and hopper),
             copied=copied,
             exchanged=exchanged,
@@ -479,7 +482,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             holds_rows=holds_rows,
             smooths=key.label_smoothing != 0,
             fits_float16=fits_float16,
-            reads_split_head=reads_split_head,
+            reads_split_head=key.splits_head and readable,
             gathering_ranks=key.gathers * key.ranks,
         )
     chunks = tile_config.choose_recomputed(

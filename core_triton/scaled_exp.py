@@ -47,6 +47,7 @@ from core_triton import (
     float16,
     hopper_gradients,
     hopper_logits,
+    hopper_split_head,
     input_grad,
     kernels,
     packed_rows,
@@ -307,7 +308,7 @@ class ScaledExpCall:
                 places = self.exchange.picks_places
                 packed_rows.pick(self.problem, self.rows, 0, others, held[:others], places=places)
             return held
-        width = x.shape[1] * (1 + self.problem.spec.splits_head)
+        width = x.shape[1] * (1 + (self.problem.spec.splits_head and self.plan.casts_head))
         padded_hidden = tile_config.padded_hidden(width, x.itemsize)
         return (x.new_empty if padded_hidden == width else x.new_zeros)((self.config.most_rows, padded_hidden))
 
@@ -388,7 +389,7 @@ class ScaledExpCall:
             x = self.problem.input.new_empty((n, hidden))
         if not self.plan.holds_rows or d_input_first:
             packed_rows.pick(of_input, rows, place.start, n, x[:, :hidden], places=self.exchange.picks_places)
-        if self.problem.spec.splits_head:  # a row again for the second half of the head
+        if self.problem.spec.splits_head and self.plan.casts_head:  # a row again for the second half of the head
             x[:, hidden : 2 * hidden] = x[:, :hidden]
         return x
 
@@ -444,7 +445,8 @@ class ScaledExpCall:
                 place = number * half_tiles(problem, config.rows)
                 hit = None if rows.hit is None else At(rows.hit.view(torch.int8), place)
                 head = head_of(problem, vocab_chunk)
-                hopper_logits.exponentials(problem, chunk.x, head, vocab_chunk, chunk.active, **options, hit=hit)
+                module = hopper_logits if head.dtype == chunk.x.dtype else hopper_split_head
+                module.exponentials(problem, chunk.x, head, vocab_chunk, chunk.active, **options, hit=hit)
             else:
                 module = ampere_logits if plan.ampere_tile is not None else kernels
                 head = head_of(problem, vocab_chunk)
