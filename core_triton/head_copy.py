@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from core_triton import tile_config
-from core_triton.kernels import flagged
 from core_triton.launch import At, cdiv, device_info, launch
 from core_triton.problem import Problem, plan_of
+from core_triton.repairs import flagged
 
 
 @triton.jit

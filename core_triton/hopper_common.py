@@ -26,6 +26,11 @@ MULTIPLY_REGISTERS = gl.constexpr(232)
 
 LOAD_REGISTERS = gl.constexpr(40)
 
+# The same where threads hold more than the sums: a packed tile (d_weight), or parts of the head (a split head).
+CROWDED_REGISTERS = gl.constexpr(240)
+
+CROWDED_LOAD_REGISTERS = gl.constexpr(24)
+
 # Nothing is gained by a compilation for each.
 NOT_SPECIALIZED = [
     *("start", "least", "first_class", "rows", "hidden", "classes", "group"),

@@ -35,6 +35,8 @@ from core_triton.gluon_common import (
     tma_store,
 )
 from core_triton.hopper_common import (
+    CROWDED_LOAD_REGISTERS,
+    CROWDED_REGISTERS,
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
     NOT_SPECIALIZED,
@@ -55,11 +57,6 @@ from linear_ce.gpus import share_added_in_l2
 # A tile's steps are in parts. Between parts a quarter of the previous tile is stored, and a quarter of the old d_weight
 # may be loaded.
 PARTS = gl.constexpr(5)
-
-# Registers of a thread, as MULTIPLY_REGISTERS and LOAD_REGISTERS: a packed tile is held together with the sums.
-D_WEIGHT_REGISTERS = gl.constexpr(240)
-
-D_WEIGHT_LOAD_REGISTERS = gl.constexpr(24)
 
 
 @builtin
@@ -319,7 +316,7 @@ def d_weight_kernel(
             )),
         ],
         [4, 1],
-        [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
+        [CROWDED_REGISTERS, CROWDED_LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -394,7 +391,7 @@ def d_weight_part_kernel(
             )),
         ],
         [4, 1],
-        [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
+        [CROWDED_REGISTERS, CROWDED_LOAD_REGISTERS],
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from core_triton import row_math, tile_config
 from core_triton.first_chunk import Stores
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
+from core_triton.repairs import flagged, store_no_classes
 from linear_ce import statistics as bits
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -113,7 +114,7 @@ def _blocks(problem: Problem, *, repair: bool = False, splits: bool = False, cro
     assert tile is not None
     block_n = tile.block_n // 2 if repair else tile.block_n
     block_d = tile.block_d // 2 if splits else tile.block_d
-    in_place = splits and plan.hopper and not plan.casts_head  # with the class blocks of `hopper_split_head`
+    in_place = splits and plan.hopper and not plan.casts_head  # with the class blocks of `hopper_split_logits`
     block_v = tile_config.CLASS_BLOCK if in_place else tile.block_v
     num_warps = 8 if crowded and plan.pointers else tile.num_warps
     constexprs = {
@@ -484,36 +485,6 @@ def exponentials(
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, _blocks(problem))
 
 
-@triton.jit
-def flagged(flag_ptr, row_blocks):
-    """Returns how many row blocks are flagged. Two row blocks have one flag."""
-    acc = tl.zeros((128,), tl.int32)
-    for start in range(0, tl.cdiv(row_blocks, 2), 128):
-        pairs = start + tl.arange(0, 128)
-        flags = tl.load(flag_ptr + pairs, mask=2 * pairs < row_blocks, other=0)
-        acc += flags * tl.minimum(row_blocks - 2 * pairs, 2)
-    return tl.sum(acc, 0)
-
-
-@triton.jit
-def store_no_classes(
-    sum_ptr, max_ptr, row_ids, rows, stored, block, classes, STATISTICS: tl.constexpr, BLOCK_V: tl.constexpr,
-    CLASS_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes the sums and statistics of no classes to the class blocks after `block` in a tile of BLOCK_V classes."""
-    zeros = tl.zeros_like(row_ids).to(tl.float32)
-    for i in tl.static_range(1, BLOCK_V // CLASS_BLOCK):
-        inside = stored & ((block + i) * CLASS_BLOCK < classes)
-        first = (block + i).to(tl.int64)
-        tl.store(sum_ptr + first * rows + row_ids, zeros, mask=inside)
-        if STATISTICS:
-            at = max_ptr + first * planes(STATISTICS) * rows + row_ids
-            if MAX & STATISTICS:
-                tl.store(at, zeros - float("inf"), mask=inside)
-            for plane in range((MAX & STATISTICS) != 0, planes(STATISTICS)):
-                tl.store(at + plane * rows, zeros, mask=inside)
-
-
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, others_matrix, others_stride, bias_ptr, target_ptr,
@@ -535,8 +506,7 @@ def repair_kernel(
 
     The largest exponential becomes 2**TOP_EXPONENT or up to twice that.
 
-    With CLASS_BLOCK there are sums of so many classes, and a tile has several such blocks: all its classes are summed
-    in the first of them, and the others get the sums of no classes.
+    With CLASS_BLOCK a tile has several class blocks. The first gets the sums of the tile, the others those of no class.
 
     With BY_ROW, top is inf for the rows of which no sum is too large (`row_statistics.keep_rows`). They keep their
     reference exponents and the results of `exponentials_kernel`, e too, whose last bits other instructions computed. So
@@ -605,12 +575,12 @@ def repair_kernel(
                     )  # fmt: skip
             else:
                 if CLASS_BLOCK is not None:
-                    redone = inside
+                    redone = inside  # the same rows
                     if BY_ROW:
                         redone &= tl.load(top_ptr + row_ids, mask=inside, other=float("inf")) < float("inf")
                     store_no_classes(
-                        sum_ptr, max_ptr, row_ids, rows, redone, column // CLASS_BLOCK, classes, STATISTICS, BLOCK_V,
-                        CLASS_BLOCK,
+                        sum_ptr, max_ptr, row_ids, rows, redone, column, classes, planes(STATISTICS),
+                        (MAX & STATISTICS) != 0, BLOCK_V, CLASS_BLOCK,
                     )  # fmt: skip
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
                 if draws:

@@ -123,7 +123,8 @@ class ExecutionPlan:
             rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
             `explain` also lists logits that a scalar loss computes again for its gradients.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
-            kernels can read. A copy of a split head has both parts in a row.
+            kernels can read. A copy of a split head has both parts in a row. A split head that is not copied is read by
+            `hopper_split_logits.py`.
         hopper: whether the matmul kernels are those for sm_90, in Gluon, or those for any GPU.
         pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
         arch: what Triton compiles them for, such as "sm80"; None for the GPU itself.
@@ -143,7 +144,7 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
-        reads_split_head: whether kernels can read a split head in place: that of repairs does, and d_input's on Hopper.
+        reads_split_head: whether kernels can read a split head in place: that of repairs does, and on Hopper all.
         float32_programs: number of programs of `float32_matmuls.py` that the GPU runs at a time, a wave. 0: PyTorch
             computes the matmuls of float32.
         float32_waves: number of waves in which programs share the inner dimension of tiles, at most.
@@ -365,7 +366,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             )
         )
     )
-    # The kernels of repairs read a float32 head themselves and split it, and on Hopper those of plans A and B.
+    # The kernel of repairs reads a float32 head and splits it itself, and so do those of plans A and B on Hopper.
     readable = w.tma_compatible(pointers=pointers)
     splits = key.splits_head and readable and hopper and scaled_exp
     tile = tile_config.choose_tile(capability, hidden * (1 + key.splits_head))

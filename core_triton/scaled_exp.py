@@ -47,7 +47,7 @@ from core_triton import (
     float16,
     hopper_gradients,
     hopper_logits,
-    hopper_split_head,
+    hopper_split_logits,
     input_grad,
     kernels,
     packed_rows,
@@ -445,8 +445,9 @@ class ScaledExpCall:
                 place = number * half_tiles(problem, config.rows)
                 hit = None if rows.hit is None else At(rows.hit.view(torch.int8), place)
                 head = head_of(problem, vocab_chunk)
-                module = hopper_logits if head.dtype == chunk.x.dtype else hopper_split_head
-                module.exponentials(problem, chunk.x, head, vocab_chunk, chunk.active, **options, hit=hit)
+                in_place = head.dtype != chunk.x.dtype
+                run = hopper_split_logits.split_exponentials if in_place else hopper_logits.exponentials
+                run(problem, chunk.x, head, vocab_chunk, chunk.active, **options, hit=hit)
             else:
                 module = ampere_logits if plan.ampere_tile is not None else kernels
                 head = head_of(problem, vocab_chunk)

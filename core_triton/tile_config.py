@@ -171,6 +171,8 @@ D_INPUT_STEP, D_INPUT_STAGES = 64, 4
 
 D_INPUT_SPLIT_STAGES = 3  # steps of a float32 head
 
+# Of the exponentials of a float32 head. A class block, whose classes are summed together, is half of two tiles that are
+# next to each other: those of a warpgroup.
 SPLIT_LOGITS_STEP, SPLIT_LOGITS_STAGES, SPLIT_CLASS_BLOCK = 64, 3, 128
 
 CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix instruction takes

@@ -4,11 +4,12 @@ A kernel's functions run as Python functions, one program after the other, with 
 Triton's languages. Layouts have no effect. What is checked besides the results:
 
 - An int32 does not overflow.
-- Elements are read and written inside of an array. An element is written at most once in a launch, but a flag may be
-  set several times.
+- Elements are read and written inside of an array. An element is written at most once in a launch, or again by a
+  thread that has read it since. A flag may be set several times.
 - Shared memory is NaN until it is written. An asynchronous copy writes either at once or as late as its wait allows.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
@@ -135,6 +136,7 @@ class Memory:
         wide = self.whole.float() if tensor.is_floating_point() else self.whole.long()
         self.dtype, self.data = Dtype(DTYPES[tensor.dtype]), wide.numpy().copy()
         self.written = np.zeros(len(self.data), bool)
+        self.writer = np.zeros(len(self.data), np.int64)  # which thread has written it
 
 
 class Pointer:
@@ -306,7 +308,11 @@ class Language:
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
         offsets, inside = pointer.places(mask)
-        values = pointer.memory.data[offsets]
+        memory, places = pointer.memory, offsets[inside]
+        written = places[memory.written[places]]
+        assert (memory.writer[written] == threading.get_ident()).all(), "an element is read that another thread writes"
+        memory.written[written] = False  # what was read may be written again, as a sum that is added to
+        values = memory.data[offsets]
         return Value(values if mask is None else np.where(inside, values, other), pointer.memory.dtype)
 
     def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
@@ -319,7 +325,7 @@ class Language:
         else:
             assert not memory.written[places].any(), "an element is written twice"
             assert len(np.unique(places)) == len(places), "an element is written twice"
-        memory.written[places] = True
+        memory.written[places], memory.writer[places] = True, threading.get_ident()
         memory.data[places] = values
 
     def inline_asm_elementwise(

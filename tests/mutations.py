@@ -161,9 +161,24 @@ TRITON_KERNELS = (
     Mutation("core_triton/input_grad.py", "slot = parts + piece", "slot = piece", INPUT_GRAD),
     # Tests run the Hopper kernels of the gradients in NumPy. The others run only on a GPU: tests compile them and read
     # their code.
-    Mutation("core_triton/hopper_gradients.py", "exact - high.to(gl.float32)", "exact - exact", INPUT_GRAD),
-    Mutation("core_triton/hopper_gradients.py", "of_e = e.slice(i * PIECE", "of_e = e.slice(0", INPUT_GRAD),
-    Mutation("core_triton/hopper_gradients.py", "wait(0, deps=(acc,)", "wait(1, deps=(acc,)", INPUT_GRAD),
+    Mutation("core_triton/hopper_split_head.py", "exact - high.to(gl.float32)", "exact - exact", INPUT_GRAD),
+    Mutation(
+        "core_triton/hopper_split_head.py", "of_other = other.slice(i * PIECE", "of_other = other.slice(0", INPUT_GRAD
+    ),
+    Mutation("core_triton/hopper_split_head.py", "wait(0, deps=(acc,)", "wait(1, deps=(acc,)", INPUT_GRAD),
+    *(
+        Mutation("core_triton/hopper_split_logits.py", old, new, tests("core_triton_split_logits", "test_"))
+        for old, new in (
+            ("gl.where(row < sizes.rows, row, OUTSIDE)", "row"),
+            (">> (2 * half)) & 3", ") & 3"),
+            ("total += sums_of_rows(exponentials)", "total = sums_of_rows(exponentials)"),
+            ("column - half * CLASSES, switches", "column, switches"),
+            ("added = inside & (half > 0)", "added = inside & (half < 0)"),
+            ("exponentials * slope(logits, head.softcap)", "exponentials"),
+            ("+ which * 2 * HALF, k], bar", "+ which * HALF, k], bar"),
+            ("lost = inside & ~(total < SUM_LIMIT)", "lost = inside & (total > SUM_LIMIT)"),
+        )
+    ),
     Mutation("core_triton/hopper_gradients.py", "128 * ITEMSIZE", "128 * 2", INPUT_GRAD),
     Mutation("core_triton/hopper_gradients.py", "FIRST + part - 1, ADDS", "FIRST, ADDS", D_WEIGHT),
     Mutation("core_triton/hopper_gradients.py", "first, tile, d_blocks", "first, done_tile, d_blocks", D_WEIGHT),
@@ -184,8 +199,8 @@ TRITON_KERNELS = (
     ),
     Mutation(
         "core_triton/plan.py",
-        "key.splits_head and w.tma_compatible(pointers=pointers)",
-        "key.splits_head",
+        "key.splits_head and readable and hopper",
+        "key.splits_head and hopper",
         tests("core_triton_head_precision", "explain"),
     ),
     Mutation(

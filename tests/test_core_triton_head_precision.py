@@ -148,18 +148,30 @@ def test_the_most_columns_of_a_split_head_are_named() -> None:
     assert core_triton.explain(x, w, device="a100", memory_budget=2**40).plan.pointers
 
 
+@pytest.mark.parametrize(("d", "v"), [(4096, 128256), (2304, 256000), (896, 151936)])
+def test_kernels_read_the_whole_head_in_place(d: int, v: int) -> None:
+    x, w = torch.empty(8192, d, dtype=torch.bfloat16, device="meta"), torch.empty(v, d, device="meta")
+    explained = core_triton.explain(x, w, head_precision="float32", device="h100")
+    assert "weight: read where it is\n" in str(explained)
+    config = explained.plan.scaled_exp_config
+    assert config.head_rows == v
+    assert config.bytes <= DEFAULT_MEMORY_BUDGET
+
+
 @pytest.mark.parametrize(
     ("n", "d", "v", "whole"),
-    [(8192, 4096, 128256, False), (8192, 2304, 256000, False), (8192, 896, 151936, False), (1024, 768, 32000, True)],
+    [(8192, 4096, 128257, False), (8192, 2304, 256001, False), (8192, 896, 151937, False), (1024, 768, 32001, True)],
 )
 def test_vocabulary_chunks_are_whole_waves_of_tiles_or_the_whole_head(n: int, d: int, v: int, whole: bool) -> None:
-    x, w = torch.empty(n, d, dtype=torch.bfloat16, device="meta"), torch.empty(v, d, device="meta")
-    explained = core_triton.explain(x, w, head_precision="float32", device="h100").plan
-    config, tile = explained.scaled_exp_config, explained.tile
+    """Of a (D, V) head, whose rows do not start at multiples of 16 bytes."""
+    x, w = torch.empty(n, d, dtype=torch.bfloat16, device="meta"), torch.empty(d, v, device="meta").T
+    explained = core_triton.explain(x, w, head_precision="float32", device="h100")
+    assert "weight: copied one vocabulary chunk at a time\n" in str(explained)
+    config, tile, programs = explained.plan.scaled_exp_config, explained.plan.tile, explained.plan.programs
     assert tile is not None
     assert config.bytes <= DEFAULT_MEMORY_BUDGET
     assert (config.head_rows == v) == whole
     if not whole:
         tiles = config.head_rows // tile.block_v * -(-config.usual_rows(n) // tile.block_n)
-        waves = -(-tiles // explained.programs)
-        assert tiles / explained.programs / waves > 0.95
+        waves = -(-tiles // programs)
+        assert tiles / programs / waves > 0.95

@@ -20,6 +20,7 @@ from core_triton import (
     gluon_common,
     hopper_common,
     hopper_gradients,
+    hopper_split_head,
     input_grad,
     kernels,
     tile_config,
@@ -34,7 +35,7 @@ from core_triton.tile_config import CLASS_BLOCK, D_BLOCK, choose_d_input_tiling,
 from linear_ce.spec import LossSpec
 
 MODULES = (ampere_common, ampere_gradients, gluon_common, input_grad, kernels)
-HOPPER_MODULES = (hopper_common, hopper_gradients, gluon_common, input_grad)
+HOPPER_MODULES = (hopper_common, hopper_gradients, hopper_split_head, gluon_common, input_grad)
 START = 3  # of the chunk: rows of the call before it
 
 

@@ -149,6 +149,7 @@ def test_files_are_short(package: str) -> None:
 
 KERNELS = (
     *("hopper_common.py", "hopper_logits.py", "hopper_gradients.py"),
+    *("hopper_split_head.py", "hopper_split_logits.py"),
     *("ampere_common.py", "ampere_logits.py", "ampere_gradients.py"),
     *("kernels.py", "row_kernels.py", "input_grad.py", "target_grad.py", "launch.py", "float16.py"),
 )
