@@ -55,7 +55,8 @@ from jax_pallas.hopper_split_head import (
     HEAD_STAGES,
     head_memory,
     head_slot,
-    multiply_split_unit,
+    in_accumulator,
+    multiply_head_unit,
     ring_memory,
     rings_of,
 )
@@ -638,16 +639,15 @@ def d_input_warpgroup(
     arrive_at_all(ring.empty, STAGES)
     count = io.count if isinstance(io, SumsIO) else None
     shared: dict[str, Any] = {"kernel": kernel, "ring": ring, "warpgroup": warpgroup, "classes": count}
-    multiplies = partial(multiply_unit, **shared)
+    multiplies = partial(in_accumulator, kernel, partial(multiply_unit, **shared))
     if head is not None:
         arrive_at_all(head.empty, HEAD_STAGES)
-        multiplies = partial(multiply_split_unit, **shared, head=head, spare=spare)
+        multiplies = partial(multiply_head_unit, **shared, head=head, spare=spare)
 
     def one_unit(index: Any, count: Any) -> Any:
         unit = work_unit_of(index, kernel.schedule)
         row, d = kernel.tile_at(unit.tile)
-        accumulator = plgpu.WGMMAAccumulatorRef((HALF, kernel.schedule.tile_rows), jnp.float32)
-        sums = pl.run_scoped(lambda acc: multiplies(acc, unit=unit, count=count), accumulator)
+        sums = multiplies(unit=unit, count=count)
 
         @when(unit.slot < 0)
         def _whole() -> None:

@@ -11,7 +11,7 @@ and XLA add the blocks in a fixed order. Equations: linear_ce/MATH.md.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,9 @@ from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
 from jax_pallas.triton_launch import run
 from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, OF_LOGITS, SHIFTS, SQUARES
+
+if TYPE_CHECKING:
+    from jax_pallas.hopper_split_logits import Block, SplitTiles
 
 STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
 
@@ -135,7 +138,7 @@ def launch_tiles(
 
 
 def to_logits(
-    half: Half, raw: Array, piece: int, logit_scale: float, softcap: float | None
+    half: "Half | Block", raw: Array, piece: int, logit_scale: float, softcap: float | None
 ) -> tuple[Array, Array | None]:
     """Returns logits of raw logits, and their ratio to the cap: MATH.md (1), (2)."""
     if "bias" in half.refs:
@@ -150,17 +153,17 @@ def to_logits(
     return softcap * ratio, ratio
 
 
-def places_of(target: Array, classes: int) -> Array:
+def places_of(target: Array, classes: int, class_block: int = BLOCK_V) -> Array:
     """Returns (half row blocks, class blocks) int32: which of HALF places stores the values of the targets of a half
     row block in a class block, -1 if there is no target. `target` is (half row blocks * HALF,) int32, -1 for none."""
-    block = jnp.where(target < 0, -1, target // BLOCK_V).reshape(-1, HALF, 1)
-    here = block == jnp.arange(cdiv(classes, BLOCK_V), dtype=jnp.int32)
+    block = jnp.where(target < 0, -1, target // class_block).reshape(-1, HALF, 1)
+    here = block == jnp.arange(cdiv(classes, class_block), dtype=jnp.int32)
     return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(
         1
     )  # the last of the rows that share the class block
 
 
-def chunk_places(target: Array, classes: int, rows: int, chunks: int) -> Array:
+def chunk_places(target: Array, classes: int, rows: int, chunks: int, class_block: int = BLOCK_V) -> Array:
     """Returns `places_of` the targets of each chunk of so many rows, (chunks, ...), of target (P,).
 
     If a chunk does not end with a half row block, that half also has places for rows past the chunk. The values written
@@ -168,7 +171,7 @@ def chunk_places(target: Array, classes: int, rows: int, chunks: int) -> Array:
     """
     halves = 2 * cdiv(rows, BLOCK_N)
     row = jnp.arange(chunks)[:, None] * rows + jnp.arange(halves * HALF)
-    found = places_of(jnp.take(target, row.reshape(-1), mode="fill", fill_value=-1), classes)
+    found = places_of(jnp.take(target, row.reshape(-1), mode="fill", fill_value=-1), classes, class_block)
     return found.reshape(chunks, halves, -1)
 
 
@@ -291,7 +294,7 @@ BITS |= {"shifts": SHIFTS, "shifts_high": SHIFTS}
 
 
 def exponentials_types(
-    tiles: Tiles, dtype: Any, *, stores: bool, statistics: int, piece: int | None = None
+    tiles: "Tiles | SplitTiles", dtype: Any, *, stores: bool, statistics: int, piece: int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the types of the results of the kernel of `exponentials`, by name. `dtype` is that of x, and `piece` of
     `FirstChunk`."""
@@ -483,8 +486,8 @@ def to_exponentials(found: dict[str, Array]) -> Exponentials:
 def exponentials_of_float32_head(
     problem: Problem, arrays: tuple[Any, ...], in_d_weight: Array | None, options: dict[str, Any], *, of_shard: bool
 ) -> Exponentials:
-    """Returns `exponentials` of these arguments for a float32 head, or a shard of it, that is split or rounded, one
-    part at a time.
+    """Returns `exponentials` of these arguments for a float32 head that is split or rounded in copies of it, one part
+    at a time: a shard, or a head that `hopper_split_logits.split_exponentials` does not take.
 
     If the last part would end past the last class block, it starts earlier. It then writes the same numbers again.
     """

@@ -1,8 +1,10 @@
-"""The matmul of the Hopper kernel of d_input with a float32 head, which is multiplied as two matrices: MATH.md (39).
+"""The matmul of the Hopper kernel of d_input with a float32 head, which is split in two matrices or rounded to one.
 
-The kernel is in `hopper_gradients.py`.
+Equations: MATH.md (39). The kernel is in `hopper_gradients.py`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from jax_pallas.hopper_common import (
     views,
     when,
 )
+from jax_pallas.hopper_registers import ACCUMULATOR, add_split
 from jax_pallas.tile_config import HALF, STEP
 
 if TYPE_CHECKING:
@@ -55,15 +58,16 @@ def head_memory(kernel: "DInputKernel", dtype: Any) -> list[Any]:
     if not kernel.casts_head:
         return []
     barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=HEAD_STAGES) for _ in range(2)]
-    return barriers + [plgpu.SMEM((2, 2, HALF, STEP), dtype, transforms=transforms(STEP))] * kernel.interpret
+    in_memory = kernel.interpret and kernel.rounds
+    return barriers + [plgpu.SMEM((2, HALF, STEP), dtype, transforms=transforms(STEP))] * in_memory
 
 
 def rings_of(
     kernel: "DInputKernel", w_all: Any, e_all: Any, full: Any, empty: Any, *of_head: Any
 ) -> tuple[Ring, PairRing | None, Any]:
     """Returns the ring of a kernel with the references of `ring_memory` and `head_memory`. For a float32 head, also
-    that of the head, and memory in place of registers, (2, 2, HALF, STEP), for the interpreter, which multiplies only
-    what is in memory."""
+    that of the head; and if it is rounded, memory in place of registers, (2, HALF, STEP), for the interpreter, whose
+    `plgpu.wgmma` multiplies only what is in memory."""
     e_views = views(e_all, interpret=kernel.interpret)
     if not kernel.casts_head:
         return make_ring(views(w_all, interpret=kernel.interpret), e_views, full, empty), None, None
@@ -72,7 +76,65 @@ def rings_of(
     return ring, head, spares[0] if spares else None
 
 
+def loaded_step(
+    kernel: "DInputKernel", head: PairRing, warpgroup: Array, unit: "WorkUnit", s: Any, of_head: Any, classes: Any
+) -> Any:
+    """Waits for step s of a float32 head, in slot `of_head`, sets what is no class to 0 and returns the reference,
+    (HALF, STEP)."""
+    # A thread loads two numbers that are next to each other in memory, and exchanges one with another if need be.
+    layout = plgpu.Layout.WGMMA if kernel.vocab_axis else plgpu.Layout.WGMMA_TRANSPOSED
+    w = head.pieces.at[of_head, warpgroup]
+    w = w.transpose((1, 0)) if kernel.vocab_axis == 0 else w
+    plgpu.barrier_wait(head.full.at[of_head])
+    if kernel.kept:
+        last = unit.first + s == kernel.schedule.iters_per_tile - 1
+        when(last)(lambda: clear_after(w, kernel.kept, layout))
+    if classes is not None:
+        kept = classes - (unit.first + s) * STEP
+        when(kept < STEP)(lambda: clear_after(w, kept, layout))
+    return w
+
+
+def in_accumulator(kernel: "DInputKernel", multiply: Callable[..., Array], **arguments: Any) -> Array:
+    """Returns the result of a function whose first argument is an accumulator of wgmma."""
+    accumulator = plgpu.WGMMAAccumulatorRef((HALF, kernel.schedule.tile_rows), jnp.float32)
+    return pl.run_scoped(lambda acc: multiply(acc, **arguments), accumulator)
+
+
+def multiply_head_unit(kernel: "DInputKernel", spare: Any, **arguments: Any) -> Array:
+    """Returns what `multiply_unit` returns, of a float32 head, which is split or rounded. spare: of `rings_of`."""
+    if kernel.rounds:
+        return in_accumulator(kernel, partial(multiply_rounded_unit, kernel=kernel, spare=spare), **arguments)
+    return multiply_split_unit(kernel, **arguments)
+
+
 def multiply_split_unit(
+    kernel: "DInputKernel",
+    ring: Ring,
+    head: PairRing,
+    warpgroup: Array,
+    unit: "WorkUnit",
+    count: Any,
+    classes: Any = None,
+) -> Array:
+    """Returns what `multiply_unit` returns, of a float32 head that is split in registers: (39)."""
+    options: dict[str, Any] = {"transposed": kernel.vocab_axis == 0, "interpret": kernel.interpret}
+
+    def step(s: Any, acc: Array) -> Array:
+        slot, of_head = slot_of(count + s), head_slot(count + s)
+        loaded_step(kernel, head, warpgroup, unit, s, of_head, classes)
+        plgpu.barrier_wait(ring.full.at[slot])
+        acc = add_split(acc, head.pieces.at[of_head, warpgroup], ring.b.at[slot], **options)
+        plgpu.barrier_arrive(head.empty.at[of_head])  # all of it was in registers when the last matmul was issued
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(ring.empty.at[slot])
+        return acc
+
+    zeros = plgpu.layout_cast(jnp.zeros((HALF, kernel.schedule.tile_rows), jnp.float32), ACCUMULATOR)
+    return plgpu.layout_cast(lax.fori_loop(0, unit.length, step, zeros), plgpu.Layout.WGMMA)
+
+
+def multiply_rounded_unit(
     acc: Any,
     kernel: "DInputKernel",
     ring: Ring,
@@ -83,49 +145,30 @@ def multiply_split_unit(
     count: Any,
     classes: Any = None,
 ) -> Array:
-    """Returns what `multiply_unit` returns, of a float32 head: (39). spare: of `rings_of`.
+    """Returns what `multiply_unit` returns, of a float32 head that is rounded to bfloat16. spare: of `rings_of`.
 
-    A step has two matmuls. Their first operand is in registers: the head rounded, and what is left rounded. While one
-    is computed the registers of the other get the next step, so that the tensor cores need not wait. A head that is
-    rounded has one matmul a step, and its registers get the next step when it is done. Meanwhile the tensor cores have
-    the matmul of the other warpgroup.
+    A step has one matmul, whose first operand is in registers. They get the next step when it is done. Meanwhile the
+    tensor cores have the matmul of the other warpgroup.
     """
-    # A thread loads two numbers that are next to each other in memory, and exchanges one with another if need be.
-    layout = plgpu.Layout.WGMMA if kernel.vocab_axis else plgpu.Layout.WGMMA_TRANSPOSED
 
-    def operand(part: Array, index: int) -> Any:
+    def operand(part: Array) -> Any:
         if spare is None:
             return part
-        spare[warpgroup, index] = part
-        return spare.at[warpgroup, index]
+        spare[warpgroup] = part
+        return spare.at[warpgroup]
 
     def step(s: Any, *, releases: bool = True) -> None:
         slot, of_head = slot_of(count + s), head_slot(count + s)
         e = ring.b.at[slot].transpose((1, 0))
-        w = head.pieces.at[of_head, warpgroup]
-        w = w.transpose((1, 0)) if kernel.vocab_axis == 0 else w
-        plgpu.barrier_wait(head.full.at[of_head])
-        if kernel.kept:
-            last = unit.first + s == kernel.schedule.iters_per_tile - 1
-            when(last)(lambda: clear_after(w, kernel.kept, layout))
-        if classes is not None:
-            kept = classes - (unit.first + s) * STEP
-            when(kept < STEP)(lambda: clear_after(w, kept, layout))
+        w = loaded_step(kernel, head, warpgroup, unit, s, of_head, classes)
+        layout = plgpu.Layout.WGMMA if kernel.vocab_axis else plgpu.Layout.WGMMA_TRANSPOSED
         whole = plgpu.layout_cast(plgpu.load(w, layout=layout), plgpu.Layout.WGMMA)
-        plgpu.wgmma_wait(1 - kernel.rounds)  # the first matmul of the step before is done
-        if kernel.rounds and releases:
+        plgpu.wgmma_wait(0)  # the matmul of the step before is done
+        if releases:
             plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
         high = whole.astype(jnp.bfloat16)
         plgpu.barrier_wait(ring.full.at[slot])
-        plgpu.wgmma(acc, operand(high, 0), e)
-        if not kernel.rounds:
-            plgpu.wgmma_wait(1)  # so is the second
-            if releases:
-                plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
-            # Rounded again: 16-bit registers of both uses would take the place of others, which would be spilled.
-            whole = lax.optimization_barrier(whole)
-            low = (whole - whole.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
-            plgpu.wgmma(acc, operand(low, 1), e)
+        plgpu.wgmma(acc, operand(high), e)
         # Only here, where all numbers are in use: the assembler does not wait for a load before an arrival.
         plgpu.barrier_arrive(head.empty.at[of_head])
 

@@ -99,6 +99,8 @@ class ExecutionPlan:
         d_weight_kernel: whether our kernel computes d_weight, or XLA's GEMM.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
+        splits_in_place: whether the kernels of the logits and of d_input split a float32 head in registers. Otherwise
+            the former takes a copy of both parts of each vocabulary chunk.
         fits_float16: whether scaled exponentials of float16 are fitted to its range (`float16.py`). Where no gradient
             follows, now or from a token loss, they are sums in float32 only and need not be.
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
@@ -123,6 +125,7 @@ class ExecutionPlan:
     d_input_kernel: bool = False
     d_weight_kernel: bool = False
     d_weight_starts: bool = False
+    splits_in_place: bool = False
     fits_float16: bool = False
     saved: SavedRowCount | None = None
     others: "ExecutionPlan | None" = None
@@ -150,6 +153,12 @@ class ExecutionPlan:
     def has_kernels(self) -> bool:
         """Whether the loss runs in kernels. A plan with `float32_programs` has a kernel only for its matmuls."""
         return self.path in ("scaled_exp", "recompute")
+
+    @property
+    def class_block(self) -> int:
+        """Classes that share a number for each row in what the kernel of the logits writes."""
+        assert self.tile is not None
+        return tile_config.SPLIT_BLOCK if self.splits_in_place else self.tile.block_v
 
     @property
     def keeps_logits(self) -> bool:
@@ -362,6 +371,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     tile = tile_config.choose_tile(hopper=hopper)
+    # TMA copies a float32 head in tiles of 8 rows of 32 columns.
+    splits_in_place = hopper and key.splits_head and scaled_exp and x.dtype == "bfloat16"
+    splits_in_place &= not key.shards and vocab % (32 if key.vocab_axis else 8) == 0
+    if splits_in_place:
+        tile = tile_config.SPLIT_TILE
     of_kernels: dict[str, Any] = {"hopper": hopper, "tile": tile, "vocab_chunks_in_place": vocab_chunks_in_place}
     if scaled_exp:
         shifts = (1 + hopper) * (fits_float16 and needs_grad)  # numbers
@@ -392,7 +406,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         begun = fits_float16 and key.label_smoothing != 0
         if multiplies and writes and by_class and not begun and not key.shards:  # a part of d_input comes first
             room = tile_config.first_chunk_room(hidden, w.itemsize)
-        call, parts = None, 1 + key.splits_head
+        call, parts, copies_head = None, 1 + key.splits_head, casts_head and not splits_in_place
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
                 tokens=max(tokens, 1),
@@ -402,11 +416,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 d_weight=key.d_weight and key.stage != "saved_rows",
                 d_weight_kernel=multiplies,
                 adds_in_l2=multiplies,
-                block_v=tile.block_v,
+                block_v=tile.block_n * tile.block_v // tile_config.ROW_BLOCK,
                 class_block=tile_config.CLASS_BLOCK,
                 row_step=tile_config.STEP,
                 programs=key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors,
-                cast_bytes=casts_head * (COPIES - hopper) * key.classes * hidden * (w.itemsize + parts * x.itemsize),
+                cast_bytes=copies_head * (COPIES - hopper) * key.classes * hidden * (w.itemsize + parts * x.itemsize),
                 gpu=key.device.gpu,
                 coefficients=COEFFICIENTS[key.device.gpu, "jax"],
                 d_weight_itemsize=4 if multiplies and casts_head else 2,
@@ -424,10 +438,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             d_bias=key.d_bias,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
             statistics=(1 if key.stage == "saved_rows" else key.statistics) + shifts,
-            block_v=tile.block_v,
+            block_v=tile_config.choose_tile(hopper=hopper).block_v,
             hopper=hopper,
             scratch=scratch,
             head_parts=casts_head * parts,
+            splits_in_place=splits_in_place,
             programs=key.device.multiprocessors or 1,
             second_d_weight=0 if multiplies or fits_float16 or not key.d_weight else added_itemsize * hidden * vocab,
             scales_d_weight=fits_float16 and key.d_weight and not multiplies,
@@ -460,10 +475,11 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             key.device.gpu,
             **of_call,
             **of_kernels,
-            casts_head=casts_head and (hopper or key.d_input),  # the other kernels of the logits cast the head
+            casts_head=copies_head and (hopper or key.d_input),  # the other kernels of the logits cast the head
             d_input_kernel=multiplies,
             d_weight_kernel=multiplies,
             d_weight_starts=d_weight_starts,
+            splits_in_place=splits_in_place,
             fits_float16=fits_float16,
         )
     d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into and not fits_float16

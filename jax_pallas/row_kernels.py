@@ -157,12 +157,13 @@ def call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
     It is None for the other kernels, which have one place, and for many chunks or a larger first one, where each chunk
     computes its own.
     """
-    config = plan_of(problem).scaled_exp_config
-    if not plan_of(problem).hopper or chunks > CALL_PLACES or config.first_rows:
+    plan = plan_of(problem)
+    config = plan.scaled_exp_config
+    if not plan.hopper or chunks > CALL_PLACES or config.first_rows:
         return None
     from jax_pallas import hopper_logits
 
-    return hopper_logits.chunk_places(target, problem.classes, config.rows, chunks)
+    return hopper_logits.chunk_places(target, problem.classes, config.rows, chunks, plan.class_block)
 
 
 def target_places(
@@ -178,7 +179,8 @@ def target_places(
     from jax_pallas import hopper_logits
 
     of_chunk = Slice(chunk.start, size, None).of(target)
-    return TargetPlaces(hopper_logits.chunk_places(of_chunk, problem.classes, rows, 1), jnp.int32(0))
+    places = hopper_logits.chunk_places(of_chunk, problem.classes, rows, 1, plan.class_block)
+    return TargetPlaces(places, jnp.int32(0))
 
 
 class Pick(NamedTuple):
@@ -330,6 +332,7 @@ class FinishRows(NamedTuple):
     softcap: float | None
     by_row: bool
     top_exponent: int  # of the largest exponential of a row that was computed again
+    class_block: int  # classes of a class block of `TargetPlaces`
 
 
 def leaves_range(total: Array, ref_exponent: Array | None = None) -> Array:
@@ -376,15 +379,15 @@ def is_flagged(place_ref: Any, flag_ref: Any) -> Array:
 
 def numbers_of(
     refs: NumberRefs, row: Array, at: Array, inside: Array, target: Array, is_class: Array, flagged: Array,
-    new_total: Array, *, by_row: bool, of_shard: bool, top_exponent: int,
+    new_total: Array, *, by_row: bool, of_shard: bool, top_exponent: int, class_block: int = CLASS_BLOCK,
 ) -> RowNumbers:  # fmt: skip
     """Returns the numbers of a chunk's rows, `at` of the call. Where they are `flagged`, they were computed again, with
     the sums new_total. With `by_row` this counts only for rows whose own sums leave the range."""
     place = jnp.zeros_like(row)
     if refs.target_places is not None:
         half = lax.div(row, jnp.int32(HALF_ROWS))
-        class_block = lax.div(lax.max(target, jnp.int32(0)), jnp.int32(CLASS_BLOCK))
-        place = lax.max(load(refs.target_places, refs.place[CHUNK], half, class_block, mask=is_class), jnp.int32(0))
+        block = lax.div(lax.max(target, jnp.int32(0)), jnp.int32(class_block))
+        place = lax.max(load(refs.target_places, refs.place[CHUNK], half, block, mask=is_class), jnp.int32(0))
     repaired = inside & flagged
     total = load(refs.total, row, mask=inside)
     if by_row:
@@ -435,6 +438,7 @@ def finish_rows_kernel(
             repaired_logit_ref, ref_exponent_ref, top_ref,
         )  # fmt: skip
         options = {"by_row": static_args.by_row, "of_shard": False, "top_exponent": static_args.top_exponent}
+        options["class_block"] = static_args.class_block
         total, ref_exponent, target_exp, target_logit, _ = numbers_of(
             refs, row, at, inside, target, is_class, flagged, new_total, **options
         )
@@ -538,11 +542,12 @@ def finish_rows(
 ) -> tuple[CallRows, Exponentials, Array | None, Array | None]:  # fmt: skip
     """Launches `finish_rows_kernel` for a chunk of `size` rows at place (4,) of `join_blocks`. Returns the rows of the
     call, the exponentials, x times rho and rho, the last two None if not computed."""
-    problem, found, places, joined, repaired, _, of_shard = numbers
+    problem, found, places, joined, repaired, block_width, of_shard = numbers
     spec, of_targets = problem.spec, None
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
-    static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap, by_row, top_exponent_of(problem))
+    options = by_row, top_exponent_of(problem), CLASS_BLOCK if places is None else block_width
+    static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap, *options)
     of_repair = (None, None, None) if repaired is None else repaired[:3]
     of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *of_repair
     target, own = rows.target, (None, None)

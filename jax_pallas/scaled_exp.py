@@ -23,9 +23,10 @@ steps after it.
 At the end the targets' terms of d_weight are added for all rows (`_finish_head`). Plan B is the first two steps, in any
 dtype. It stores only the sums.
 
-A float32 head may be split in two matrices of the input's dtype: (39). The Hopper kernel of the logits, and XLA's
-matmuls of d_input, take both halves of a vocabulary chunk, a copy. The other kernels split the head as they read it.
-d_weight is float32 then. Shards of a float32 head may also be rounded, to one such matrix.
+A float32 head may be split in two matrices of the input's dtype: (39). Kernels split it as they read it, in registers.
+Copies of both halves of a vocabulary chunk are taken by XLA's matmuls of d_input, and by the Hopper kernel of the
+logits for shards and for heads whose rows TMA cannot read (`ExecutionPlan.splits_in_place`). d_weight is float32 then.
+Shards of a float32 head may also be rounded, to one such matrix.
 
 A first chunk may be larger than the others, with most of its exponentials in the memory of d_weight, which is not
 written yet (`first_chunk.py`). Its d_input is computed before its d_weight.
@@ -304,7 +305,9 @@ class ScaledExpCall:
         """Runs all chunks."""
         problem, separate = self.problem, self.parts is not None
         # XLA's GEMM adds to d_weight in place only inside a loop. A loop of vocabulary chunks copies a float32 head.
-        unrolls = self.needs_grad.d_input and plan_of(problem).d_input_kernel and not problem.casts_head
+        plan = plan_of(problem)
+        unrolls = self.needs_grad.d_input and plan.d_input_kernel
+        unrolls &= plan.splits_in_place or not problem.casts_head
         over: dict[str, Any] = {"full": self.last_start, "unrolls": unrolls, "separate_end": separate}
         return over_chunks(self._chunk, carry, problem.tokens, self.config.rows, **over)
 
@@ -403,7 +406,7 @@ class ScaledExpCall:
             options["head_parts"] = 1 + problem.spec.splits_head
             found = kernels.exponentials(*arrays, chunk.place[row_kernels.FIRST_OF_X], **options)
         else:
-            from jax_pallas import hopper_logits
+            from jax_pallas import hopper_logits, hopper_split_logits
 
             in_chunk = lax.dynamic_index_in_dim(places.places, places.index, keepdims=False)
             in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
@@ -411,7 +414,9 @@ class ScaledExpCall:
             others = chunk.in_d_weight
             if others is not None:
                 options["piece"] = self.config.piece
-            if problem.casts_head:
+            if plan.splits_in_place:
+                found = hopper_split_logits.split_exponentials(*arrays, others, **options)
+            elif problem.casts_head:
                 found = hopper_logits.exponentials_of_float32_head(problem, arrays, others, options, of_shard=of_shard)
             else:
                 found = hopper_logits.exponentials(*arrays, others, **options)
@@ -420,8 +425,7 @@ class ScaledExpCall:
         chunk.rows, found, repaired = kernels.repair(
             problem, chunk.x, rows, chunk.place, size, found, total, statistics, of_shard=of_shard
         )
-        assert plan.tile is not None
-        chunk.numbers = ChunkNumbers(problem, found, places, joined, repaired, plan.tile.block_v)
+        chunk.numbers = ChunkNumbers(problem, found, places, joined, repaired, plan.class_block)
 
     def _call_token_loss(self, hook: TokenHook, chunk: Chunk) -> OfTokens:
         """Puts the weights of (35) in place of a chunk's row weights. Returns the results of the chunk.

@@ -38,6 +38,8 @@ CLASS_BLOCK = 192
 
 HALF = D_BLOCK // 2  # rows of a warpgroup: 64, the least that wgmma takes
 
+SPLIT_ROWS, SPLIT_CLASSES = 256, 2 * HALF  # of a tile of logits whose float32 head is split in registers
+
 STEP = 64  # hidden units, or classes, of a step of a matmul in the Hopper kernels
 
 
@@ -81,6 +83,10 @@ REPAIR_TILE, REPAIR_STAGES = TritonTile(TRITON_CLASS_BLOCK, 32), 2
 def choose_tile(*, hopper: bool) -> TileConfig:
     """Returns the tile of logits of the Hopper kernels or of `triton_tile`."""
     return TileConfig(ROW_BLOCK, CLASS_BLOCK if hopper else TRITON_CLASS_BLOCK)
+
+
+# The tile of the Hopper kernel that splits a float32 head in registers. Its sums are those of each warpgroup's classes.
+SPLIT_TILE, SPLIT_BLOCK = TileConfig(SPLIT_ROWS, SPLIT_CLASSES), SPLIT_CLASSES // 2
 
 
 @dataclass(frozen=True)
@@ -356,6 +362,7 @@ def choose_scaled_exp(
     hopper: bool,
     scratch: Callable[[int, int], int],
     head_parts: int = 0,
+    splits_in_place: bool = False,
     programs: int = 1,
     second_d_weight: int,
     scales_d_weight: bool = False,
@@ -385,6 +392,7 @@ def choose_scaled_exp(
         hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         head_parts: matrices that a float32 head is cast to, side by side, one vocabulary chunk at a time. 0: it is not.
+        splits_in_place: the kernels split the head in registers, and nothing is cast. The tile is `SPLIT_TILE`.
         programs: multiprocessors, where `hopper`.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
@@ -408,15 +416,17 @@ def choose_scaled_exp(
     # returned.
     fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096 + copied
     in_workspace = stores and not saves
-    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * (head_parts > 0))
-    blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
+    copied_parts = 0 if splits_in_place else head_parts
+    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * (copied_parts > 0))
+    blocks, again = cdiv(classes, SPLIT_BLOCK if splits_in_place else block_v), cdiv(classes, REPAIR_TILE.block_v)
+    row_block = SPLIT_ROWS if splits_in_place else ROW_BLOCK
 
     @cache
     def head_rows_of(rows: int, last_rows: int, most: int) -> int:
         """Returns the classes of a vocabulary chunk of at most `most` bytes, or of one tile: on a Hopper those with the
         fewest waves of tiles of logits, in chunks of `rows` rows and the last one. The last vocabulary chunk is as
         large as the others, and may overlap the one before. So they are as equal as possible."""
-        if not (head_parts or scales_d_weight):
+        if not (copied_parts or scales_d_weight):
             return classes
         row = 4 * hidden if scales_d_weight else head_parts * itemsize * hidden
         fitting = most // row if scales_d_weight else min(most // row, D_LOGITS_VOCAB_CHUNK)
@@ -435,8 +445,8 @@ def choose_scaled_exp(
     def config(rows: int, cast_bytes: int, first_rows: int = 0, most: int | None = None) -> ScaledExpConfig:
         rows = cdiv(rows, token_parts) * token_parts
         head_rows = head_rows_of(rows, first_rows or (tokens - 1) % rows + 1, cast_bytes)
-        most_rows, head_bytes = max(rows, first_rows), head_parts * itemsize * hidden * head_rows
-        padded_rows = -(-most_rows // ROW_BLOCK) * ROW_BLOCK
+        most_rows, head_bytes = max(rows, first_rows), copied_parts * itemsize * hidden * head_rows
+        padded_rows = -(-most_rows // row_block) * row_block
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
         # statistics are read when these are there.
         partial = (1 + statistics) * blocks + 3 * again if statistics > 1 else max((1 + statistics) * blocks, again)
@@ -505,10 +515,10 @@ def choose_scaled_exp(
     @cache
     def ms(found: ScaledExpConfig) -> float:
         assert call is not None
-        last_rows = tokens - found.last_start(tokens)
+        last_rows, multiple = tokens - found.last_start(tokens), SPLIT_ROWS if splits_in_place else 1
         pieces = tuple(end - first for first, end in pieces_of(found) or ())
         chunk, last = (
-            chunk_cost.Chunk(rows, kernel_rows, d_input_of(kernel_rows, found), sizes)
+            chunk_cost.Chunk(rows, cdiv(kernel_rows, multiple) * multiple, d_input_of(kernel_rows, found), sizes)
             for rows, kernel_rows, sizes in ((found.rows, found.rows, ()), (last_rows, found.last_rows, pieces))
         )
         return chunk_cost.call_ms(call, chunk, last)
@@ -534,7 +544,7 @@ def choose_scaled_exp(
 
     # First what is fast.
     fast = min(CAST_BYTES, budget // 4) if head_parts else min(D_WEIGHT_BYTES, budget // D_INPUT_FRACTION)
-    for cast_bytes in [fast, 0] if head_parts or scales_d_weight else [0]:
+    for cast_bytes in [fast, 0] if copied_parts or scales_d_weight else [0]:
         equal = chunk_cost.choose_rows(
             lambda rows, cast_bytes=cast_bytes: configs(rows, cast_bytes),
             tokens=tokens,

@@ -1037,6 +1037,9 @@ SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_j
 JAX_FLOAT32_SUMS = tests("jax_pallas_hopper_gradients", "sums_of_a_float32_head")
 JAX_SPLIT_SHARDS = tests("jax_pallas_shard_rows", "split and head or errors")
 SPLIT_TILES = tests("jax_pallas_hopper_logits", "test_exponentials and split")
+IN_PLACE = tests("jax_pallas_hopper_logits", "test_exponentials and place")
+JAX_SPLIT_CALL = tests("jax_pallas_scaled_exp", "split_head")
+IN_FIRST_CHUNK = tests("jax_pallas_first_chunk", "test_exponentials and place")
 WAVES = tests("core_triton_head_precision", "whole_waves")
 HEAD_COPY = tests("core_triton_interpreted", "copies_of_a_head")
 SPLIT_CASES = tests("core_triton_interpreted", "edges-bfloat16 and not sm80")
@@ -1137,9 +1140,9 @@ HEAD_FLOAT32 = (
     Mutation("jax_pallas/tile_config.py", "* block_v)\n\n    def config", ")\n\n    def config", JAX_SPLIT),
     Mutation("jax_pallas/hopper_tiles.py", "STEP) if repeats else k", "STEP) if False else k", SPLIT_TILES),
     Mutation(
-        "jax_pallas/hopper_split_head.py",
-        "(whole - whole.astype(jnp.bfloat16).astype(jnp.float32))",
-        "(whole - whole)",
+        "jax_pallas/hopper_registers.py",
+        "(high, whole - high.astype(jnp.float32))",
+        "(high, whole - whole)",
         tests("jax_pallas_hopper_gradients", "d_input_of_a_float32_head and split"),
     ),
     Mutation(
@@ -1175,7 +1178,28 @@ HEAD_FLOAT32 = (
         JAX_SPLIT_SHARDS,
     ),
     Mutation("jax_pallas/problem.py", "rounded(w, self.input.dtype) if", "w if", JAX_SPLIT),
-    Mutation("jax_pallas/hopper_split_head.py", "if not kernel.rounds:", "if True:", JAX_FLOAT32_SUMS),
+    Mutation("jax_pallas/hopper_split_head.py", "    if kernel.rounds:", "    if False:", JAX_FLOAT32_SUMS),
+    Mutation(
+        "jax_pallas/hopper_split_logits.py",
+        "jnp.where(self.ids() < self.classes - self.first_class, values, other)",
+        "values",
+        IN_PLACE,
+    ),
+    Mutation(
+        "jax_pallas/hopper_split_logits.py",
+        "jnp.where(class_block == inside, place, -1)",
+        "place",
+        IN_FIRST_CHUNK,
+    ),
+    Mutation("jax_pallas/hopper_split_logits.py", "(column < first.piece) |", "", IN_FIRST_CHUNK),
+    Mutation(
+        "jax_pallas/hopper_split_logits.py",
+        "classes if others is None else cdiv(classes, CLASS_BLOCK) * CLASS_BLOCK",
+        "classes",
+        IN_FIRST_CHUNK,
+    ),
+    Mutation("jax_pallas/row_kernels.py", "if places is None else block_width", "", JAX_SPLIT_CALL),
+    Mutation("jax_pallas/plan.py", "vocab % (32 if key.vocab_axis else 8) == 0", "True", JAX_SPLIT),
     Mutation("jax_pallas/head_rows.py", "jnp.where(is_class, w, 0), part", "w, part", JAX_SPLIT_SHARDS),
 )
 SAVED = tests("core_triton_saved", "not compile and not opcheck")

@@ -15,7 +15,7 @@ from reductions import additions_in_l2  # noqa: F401
 from test_jax_pallas_hopper_gradients import ROUNDED, close, float64, use_programs
 from test_jax_pallas_scaled_exp import OPTIONS, by_xla, in_float32, interpret, over_chunks, over_slices, problem
 
-from jax_pallas import chunked, head_rows, hopper_common, hopper_logits, scaled_exp
+from jax_pallas import chunked, head_rows, hopper_common, hopper_logits, hopper_split_logits, scaled_exp
 from jax_pallas.first_chunk import FirstChunk, float32_of, memory_of
 from jax_pallas.hopper_gradients import store_d_input, write_d_weight
 from jax_pallas.plan import ExecutionPlan
@@ -23,7 +23,9 @@ from jax_pallas.problem import NeedsGrad, halves, plan_of
 from jax_pallas.tile_config import (
     CLASS_BLOCK,
     FIRST_CHUNK_PIECE,
+    HALF,
     ROW_BLOCK,
+    SPLIT_BLOCK,
     ScaledExpConfig,
     cdiv,
     first_chunk_pieces,
@@ -100,19 +102,23 @@ def drawn(*shape: int, seed: int, dtype: Any = jnp.bfloat16) -> Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-@pytest.mark.parametrize("splits_head", [False, True])
-def test_exponentials(splits_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("splits_head", [None, "in a copy", "in place"])
+def test_exponentials(splits_head: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program has one tile. Before it, it stores zeros nowhere."""
     monkeypatch.setattr(hopper_common, "programs", lambda: 100)
     x, w = drawn(N, 64, seed=0), drawn(CLASSES, 64, seed=1) * 0.25
     memory = jnp.full((V, D), 7, jnp.bfloat16)
-    target = jnp.full(N, -1, jnp.int32)
+    target = CLASSES - 1 - jnp.arange(N, dtype=jnp.int32) % 12  # in the last class block, which padding follows
     options: dict[str, Any] = {"vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "stores": True, "statistics": 0}
-    places = jax.jit(hopper_logits.chunk_places, static_argnums=(1, 2, 3))(target, CLASSES, N, 1)[0]
+    block = SPLIT_BLOCK if splits_head == "in place" else CLASS_BLOCK
+    places = jax.jit(hopper_logits.chunk_places, static_argnums=(1, 2, 3, 4))(target, CLASSES, N, 1, block)[0]
     shared: dict[str, Any] = {**options, "rows": N, "classes": CLASSES, "interpret": True}
     values = None, jnp.zeros(N), target, places, 0
     if splits_head:
         w = w + drawn(CLASSES, 64, seed=2).astype(jnp.float32) * 2.0**-8
+    if splits_head == "in place":
+        found = hopper_split_logits.split_exponentials(x, w, *values, memory, **shared, piece=PIECE)
+    elif splits_head:
         options = {name: shared[name] for name in ("rows", "classes", "stores", "statistics")}
         nothing = hopper_logits.nothing_yet(others=memory, piece=PIECE, **options)
         part = hopper_logits.HeadPart(jnp.int32(0), jnp.int32(0), nothing)
@@ -128,6 +134,9 @@ def test_exponentials(splits_head: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.others is not None
     close(found.others, float64(others), 2 * ROUNDED)
     assert ((np.asarray(found.others) == 7) == (np.asarray(others) == 7)).all()
+    row, classes = np.arange(N), np.asarray(target)
+    place = np.asarray(places)[row // HALF, classes // block]
+    close(found.target_logit[place, row], (float64(x) @ float64(w).T)[row, classes], 1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [(jnp.bfloat16, D), (jnp.float32, 192), (jnp.float16, D)])

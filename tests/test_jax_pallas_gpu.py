@@ -22,7 +22,13 @@ from markov_data import markov_tokens
 from programs import Command, Printed, each, python, run_checks
 from run_cases import assert_passed, commands
 
-from jax_pallas import launch, linear_log_probs, linear_token_loss, token_losses
+from jax_pallas import (
+    launch,
+    linear_log_probs,
+    linear_token_loss,
+    linear_token_loss_with_stats,
+    token_losses,
+)
 from jax_pallas.hopper_gradients import add_d_weight
 from jax_pallas.linear_ce import explain, linear_cross_entropy
 from jax_pallas.ops import RESIDUAL
@@ -283,6 +289,37 @@ def a_split_head_is_near_a_float32_head() -> None:
             assert_close(gradients, want[1])
             assert gradients[1].dtype == jnp.float32
             assert_same(loss_and_gradients(**options)(x, w, y), (value, gradients))
+
+
+@checked
+def statistics_of_a_split_head_are_those_of_a_float32_head() -> None:
+    """The kernel joins numbers over the threads and warps that have the classes of a row."""
+    names = "log_prob", "lse", "entropy", "mean_logit", "sum_squared_probs", "argmax"
+
+    def call(x: Array, w: Array, y: Array, *arrays: Array, **options: Any) -> Any:
+        bias, advantage = arrays
+        options |= {"linear_bias": bias, "stats": names}
+        return linear_token_loss_with_stats(x, w, y, token_losses.reinforce(), advantage, **options)
+
+    for vocab_axis, v, softcap in ((0, 5008, None), (1, 5056, 5.0)):
+        x, w, y = drawn(1400, 256, v, vocab_axis)
+        w = w.astype(jnp.float32) * (1 + 2.0**-10)
+        arrays = y, *(jax.random.normal(jax.random.key(seed), (size,)) for seed, size in ((1, v), (2, 1400)))
+
+        def stats_of(x: Array, options: Any, w: Array = w, arrays: Any = arrays) -> Any:
+            function = partial(call, **options)
+            return jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(x, w, *arrays)
+
+        shared: dict[str, Any] = {"vocab_axis": vocab_axis, "softcap": softcap}
+        split = {**shared, "implementation": IMPLEMENTATION, "head_precision": "float32"}
+        (value, found), gradients = stats_of(x, split)
+        (exact_value, want), exact_gradients = stats_of(x.astype(jnp.float32), {**shared, "implementation": "chunked"})
+        assert_close(value, exact_value, 1e-4)
+        for name in names[:-1]:
+            assert_close(getattr(found, name), getattr(want, name), 1e-4)
+        assert (found.argmax == want.argmax).mean() > 0.999  # but for logits that are closer than float32 rounds
+        assert_close(gradients, exact_gradients)
+        assert_same(stats_of(x, split), ((value, found), gradients))
 
 
 def check_float16(implementation: str, deviation: float, vocab_axis: int, budget: int) -> None:

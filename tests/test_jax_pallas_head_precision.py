@@ -134,31 +134,56 @@ def test_explain_names_the_matmuls() -> None:
     assert "path: recompute" in str(jax_pallas.explain(*arrays, head_precision="float32", device="h200"))
 
 
-def plan(n: int, d: int, v: int, implementation: str, budget: int) -> ExecutionPlan:
+def plan(n: int, d: int, v: int, implementation: str, budget: int, shards: int = 0) -> ExecutionPlan:
     key = {"stage": "loss_and_gradients", "vocab_axis": 0, "classes": v, "label_smoothing": 0.0, "statistics": 0}
     flags = dict.fromkeys(("softcap", "entropy", "d_bias"), False) | dict.fromkeys(("d_input", "d_weight"), True)
     layouts = {"input": MatrixLayout((n, d), 2, "bfloat16"), "linear_weight": MatrixLayout((v, d), 4, "float32")}
     device = DeviceInfo("cuda", 90, 132, "h200") if implementation == "mosaic" else DeviceInfo("cuda", 80, 108, "a100")
     options: Arrays = {**key, **flags, **layouts, "memory_budget": budget, "implementation": implementation}
-    return make_plan(PlanKey(**options, device=device, splits_head=True))
+    return make_plan(PlanKey(**options, device=device, splits_head=True, shards=shards))
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "pallas_triton"])
-def test_vocabulary_chunks_are_whole_tiles_and_fit_any_budget(implementation: str) -> None:
-    """So the sums over class blocks, and with them the log-probabilities, have the same bits for any budget."""
+@pytest.mark.parametrize(("implementation", "shards"), [("mosaic", 0), ("mosaic", 2), ("pallas_triton", 0)])
+def test_vocabulary_chunks_are_whole_tiles_and_fit_any_budget(implementation: str, shards: int) -> None:
+    """So the sums over class blocks, and with them the log-probabilities, have the same bits for any budget. The Hopper
+    kernel copies no vocabulary chunk, unless the head is a shard."""
     with pytest.raises(ValueError, match="memory_budget must be at least") as refused:
-        plan(8192, 4096, 128256, implementation, 2**20)
+        plan(8192, 4096, 128256, implementation, 2**20, shards)
     least = int(re.findall(r"least (\d+) bytes", str(refused.value))[0])
+    in_place = implementation == "mosaic" and not shards
     for budget in (least, 2**26, 2**28, DEFAULT_MEMORY_BUDGET, 2**32):
-        found = plan(8192, 4096, 128256, implementation, budget)
+        found = plan(8192, 4096, 128256, implementation, budget, shards)
         assert found.path == "scaled_exp"
         assert found.tile is not None
+        assert found.splits_in_place == in_place
+        assert ("weight: read where it is" in str(found)) == in_place
         config = found.scaled_exp_config
         assert config.bytes <= budget
+        if in_place:
+            assert config.head_rows == 128256
+            continue
         assert config.head_rows % found.tile.block_v == 0
         assert 2 * 2 * 4096 * config.head_rows <= max(CAST_BYTES, 2 * 2 * 4096 * found.tile.block_v)
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
-        plan(8192, 4096, 128256, implementation, least - 1)
+        plan(8192, 4096, 128256, implementation, least - 1, shards)
+
+
+def test_which_float32_heads_are_split_in_place() -> None:
+    """TMA copies a float32 head in tiles of 8 rows and 32 columns."""
+
+    def explained(*head: int, vocab_axis: int = 0, **options: Any) -> ExecutionPlan:
+        arrays: Any = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), jax.ShapeDtypeStruct(head, jnp.float32)
+        return jax_pallas.explain(*arrays, device="h200", vocab_axis=vocab_axis, **options).plan
+
+    split: Arrays = {"head_precision": "float32"}
+    assert explained(1000, 128, **split).splits_in_place
+    assert explained(1000, 128, **split).class_block == 64
+    assert explained(128, 1024, vocab_axis=1, **split).splits_in_place
+    assert not explained(1000, 128).splits_in_place
+    losses = explained(1001, 128, **split, gradients=False)
+    assert losses.path == "scaled_exp"
+    assert losses.casts_head
+    assert not losses.splits_in_place
 
 
 def test_kernels_store_the_exponentials_of_a_split_head() -> None:

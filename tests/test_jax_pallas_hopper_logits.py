@@ -12,10 +12,11 @@ from jax import Array
 from jax_problem import replaced
 
 from jax_pallas import hopper_common, hopper_logits
+from jax_pallas.hopper_split_logits import split_exponentials
 from jax_pallas.launch import hopper_limits
 from jax_pallas.problem import halves
 from jax_pallas.row_math import first_of_largest
-from jax_pallas.tile_config import HALF, cdiv, padded
+from jax_pallas.tile_config import HALF, SPLIT_BLOCK, cdiv, padded
 from linear_ce.statistics import ENTROPY, OF_LOGITS
 
 FLOAT32 = 2e-6  # relative to the largest value, for sums of a few hundred float32 terms in another order
@@ -145,7 +146,9 @@ def run_exponentials(
     options = {"stores": True, "statistics": OF_LOGITS, **options}
     bias = drawn["bias"] if call.bias else None
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
-    places = jax.jit(hopper_logits.chunk_places, static_argnums=(1, 2, 3))(target, call.classes, call.rows, 1)[0]
+    block = SPLIT_BLOCK if launcher is split_exponentials else hopper_common.BLOCK_V
+    chunk_places = jax.jit(hopper_logits.chunk_places, static_argnums=(1, 2, 3, 4))
+    places = chunk_places(target, call.classes, call.rows, 1, block)[0]
     found = (launcher or hopper_logits.exponentials)(
         drawn["x"],
         drawn["w"],
@@ -159,14 +162,14 @@ def run_exponentials(
     )
     found = jax.tree.map(np.asarray, found)
     row, target_ = np.arange(call.rows), np.asarray(target)
-    place = np.asarray(places)[row // HALF, target_.clip(0) // hopper_common.BLOCK_V].clip(0)
+    place = np.asarray(places)[row // HALF, target_.clip(0) // block].clip(0)
     of_target = (np.where(target_ >= 0, value[place, row], 0.0) for value in (found.target_exp, found.target_logit))
     top = None if found.tops is None else found.tops.max(0)[: call.rows]
     sums = {name: getattr(found, name) for name in ("exp_logs", "logit_sums", "squares")}
     others = {name: value.sum(0)[: call.rows] for name, value in sums.items() if value is not None}
     if found.tops is not None and found.columns is not None and top is not None:
         tops, columns = found.tops[:, : call.rows], found.columns[:, : call.rows]
-        others["argmax"] = jax.jit(first_of_largest, static_argnums=3)(tops, columns, top, hopper_common.BLOCK_V)
+        others["argmax"] = jax.jit(first_of_largest, static_argnums=3)(tops, columns, top, block)
     return found.e, found.sums.sum(0)[: call.rows], top, *of_target, others
 
 
@@ -220,13 +223,21 @@ COUNTED = {"counted": Call(rows=70, start=9, classes=310, bias=True, softcap=3.0
 COUNTED_SPLIT = {"counted split": Call(90, 64, 448, rows=70, classes=400, bias=True)}
 LAUNCHERS = dict.fromkeys(SPLIT_HEADS, in_parts) | dict.fromkeys(COUNTED, counted)
 LAUNCHERS |= dict.fromkeys(COUNTED_SPLIT, counted_parts)
+# More than a tile of rows; more than a tile of classes, whose last tile has one class block or two.
+IN_PLACE = {
+    "in place": Call(360, 128, 504, rows=340, start=9, classes=310, bias=True, softcap=3.0),
+    "transposed in place": Call(70, 64, 256, rows=70, classes=250, vocab_axis=1),
+}
+LAUNCHERS |= dict.fromkeys(IN_PLACE, split_exponentials)
 
 
-@pytest.mark.parametrize("name", cases([*CALLS, *LAUNCHERS], ("options", "split", "counted", "counted split")))
+@pytest.mark.parametrize(
+    "name", cases([*CALLS, *LAUNCHERS], ("options", "split", "counted", "counted split", *IN_PLACE))
+)
 def test_exponentials(name: str) -> None:
-    call = {**CALLS, **SPLIT_HEADS, **COUNTED, **COUNTED_SPLIT}[name]
+    call = {**CALLS, **SPLIT_HEADS, **COUNTED, **COUNTED_SPLIT, **IN_PLACE}[name]
     drawn = call.drawn()
-    if name in {**SPLIT_HEADS, **COUNTED_SPLIT}:  # more bits than bfloat16 has
+    if name in {**SPLIT_HEADS, **COUNTED_SPLIT, **IN_PLACE}:  # more bits than bfloat16 has
         drawn["w"] = drawn["w"].astype(jnp.float32) * (1 + 2.0**-10)
     padding = (slice(None), slice(call.classes, None)) if call.vocab_axis else slice(call.classes, None)
     drawn["w"] = replaced(drawn["w"], padding, np.nan)

@@ -24,6 +24,7 @@ from jax_pallas import (
     hopper_common,
     hopper_gradients,
     hopper_logits,
+    hopper_split_logits,
     recompute,
     scaled_exp,
 )
@@ -32,7 +33,7 @@ from jax_pallas.plan import Stage
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, plan_of
 from jax_pallas.row_math import Coefficients
 from jax_pallas.slicing import Slice
-from jax_pallas.tile_config import ScaledExpConfig
+from jax_pallas.tile_config import ScaledExpConfig, choose_tile
 from jax_pallas.token_hook import TokenHook, TokenNeedsGrad
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
@@ -67,6 +68,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "programs", lambda: 2)
     launchers = {
         hopper_logits: ("exponentials", "exponentials_of_part", "statistics", "d_logits"),
+        hopper_split_logits: ("split_exponentials",),
         hopper_gradients: ("add_d_weight", "write_d_weight", "store_d_input"),
     }
     for module, names in launchers.items():
@@ -159,13 +161,19 @@ def test_scaled_exp(
     assert_close(gradients, exact_gradients)
 
 
-# N, V, classes, vocab_axis, whether d_weight is added to. Vocabulary chunks of two tiles overlap if there are three.
-SPLIT_HEADS = [(141, 640, 520, 0, False), (70, 576, 500, 1, True), (21, 200, 200, 0, True)]
+# N, V, classes, vocab_axis, whether d_weight is added to, and whether the head is split in registers, or in copies of
+# vocabulary chunks, of which two overlap if there are three.
+SPLIT_HEADS = [
+    pytest.param(*case, in_place, marks=() if (case[0], in_place) == (21, True) else pytest.mark.slow)
+    for case in ((141, 640, 520, 0, False), (70, 576, 500, 1, True), (21, 200, 200, 0, True))
+    for in_place in (True, False)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "v", "classes", "vocab_axis", "adds"), SPLIT_HEADS)
-def test_split_head(n: int, v: int, classes: int, vocab_axis: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("n", "v", "classes", "vocab_axis", "adds", "in_place"), SPLIT_HEADS)
+def test_split_head(
+    n: int, v: int, classes: int, vocab_axis: int, adds: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compared with the same float32 head, which rounded to bfloat16 would be off by 2e-3."""
     interpret(monkeypatch)
     monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
@@ -179,6 +187,9 @@ def test_split_head(n: int, v: int, classes: int, vocab_axis: int, adds: bool, m
     ours = replace(ours, linear_weight=jnp.asarray(w, jnp.float32), grad_into=into)
     plan = plan_of(planned(ours, "loss_and_gradients", "mosaic", EVERYTHING, statistics=statistics))
     assert plan.path == "scaled_exp"
+    assert plan.splits_in_place
+    if not in_place:
+        plan = replace(plan, splits_in_place=False, tile=choose_tile(hopper=True), casts_head=True)
     config = ScaledExpConfig(rows, (n - 1) % rows + 1, min(384, classes), 2**20, 0)
     ours = replace(ours, plan=replace(plan, chunks=config))
     loss, found, gradients = scaled_exp.scaled_exp(ours, EVERYTHING, statistics=statistics)
