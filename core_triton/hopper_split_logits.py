@@ -261,7 +261,7 @@ def split_exponentials(
     first, others, *place = e
     pointers = target, ref_exponent, flag, sums, of_logits, target_logit, hit, *active, *place
     switches = {"STORES": first is not None, "STATISTICS": statistics}
-    step, classes = tile_config.SPLIT_LOGITS_STEP, tile_config.SPLIT_CLASS_BLOCK // 2
+    step, (rows, classes) = tile_config.SPLIT_LOGITS_STEP, tile_config.SPLIT_TILE
     constexprs = {"STAGES": tile_config.SPLIT_LOGITS_STAGES, "num_warps": 4}
-    blocks = TileBlocks((256, step), (classes, step), (64, classes), constexprs, gluon=True)
+    blocks = TileBlocks((rows, step), (classes // 2, step), (rows // 4, classes // 2), constexprs, gluon=True)
     launch_tiles(split_exponentials_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, blocks)

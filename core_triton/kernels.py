@@ -114,8 +114,7 @@ def _blocks(problem: Problem, *, repair: bool = False, splits: bool = False, cro
     assert tile is not None
     block_n = tile.block_n // 2 if repair else tile.block_n
     block_d = tile.block_d // 2 if splits else tile.block_d
-    in_place = splits and plan.hopper and not plan.casts_head  # with the class blocks of `hopper_split_logits`
-    block_v = tile_config.CLASS_BLOCK if in_place else tile.block_v
+    block_v = tile_config.CLASS_BLOCK if plan.splits_in_place else tile.block_v  # whole class blocks
     num_warps = 8 if crowded and plan.pointers else tile.num_warps
     constexprs = {
         "BLOCK_N": block_n,
@@ -124,7 +123,7 @@ def _blocks(problem: Problem, *, repair: bool = False, splits: bool = False, cro
         "num_warps": num_warps,
         "num_stages": tile.num_stages,
         **({"SPLITS": True} if splits else {}),
-        **({"CLASS_BLOCK": tile.block_v} if in_place else {}),
+        **({"CLASS_BLOCK": tile.block_v} if plan.splits_in_place else {}),
         **({"maxnreg": 255} if repair else {}),
         **({"arch": plan.arch} if plan.arch else {}),
     }

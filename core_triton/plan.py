@@ -123,8 +123,7 @@ class ExecutionPlan:
             rows, and of token losses of the entropies, the logits of the losses, which have another plan, come first.
             `explain` also lists logits that a scalar loss computes again for its gradients.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
-            kernels can read. A copy of a split head has both parts in a row. A split head that is not copied is read by
-            `hopper_split_logits.py`.
+            kernels can read. A copy of a split head has both parts in a row.
         hopper: whether the matmul kernels are those for sm_90, in Gluon, or those for any GPU.
         pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
         arch: what Triton compiles them for, such as "sm80"; None for the GPU itself.
@@ -144,7 +143,9 @@ class ExecutionPlan:
         saved: which rows of the call the forward pass saves for the backward pass; None if no row.
         others: how the gradients of the other rows are computed, where a part is saved and `explain` asks; None else.
         batch_invariant: whether log_prob, lse and d_input of a row do not depend on the other rows, bit for bit.
-        reads_split_head: whether kernels can read a split head in place: that of repairs does, and on Hopper all.
+        reads_split_head: whether the kernel of repairs reads a split head in place.
+        splits_in_place: whether all kernels do, and split it in registers. Otherwise those of the logits take a copy of
+            both parts of each vocabulary chunk.
         float32_programs: number of programs of `float32_matmuls.py` that the GPU runs at a time, a wave. 0: PyTorch
             computes the matmuls of float32.
         float32_waves: number of waves in which programs share the inner dimension of tiles, at most.
@@ -175,6 +176,7 @@ class ExecutionPlan:
     others: "ExecutionPlan | None" = None
     batch_invariant: bool = False
     reads_split_head: bool = False
+    splits_in_place: bool = False
     float32_programs: int = 0
     float32_waves: int = 0
     gathering_ranks: int = 0
@@ -206,7 +208,7 @@ class ExecutionPlan:
         return self.smooths or not ours
 
     def __str__(self) -> str:
-        others = self.others
+        others, tile = self.others, self.tile
         family = "Triton's, for rows of stored logits" if self.path == "stored_logits" else None
         if self.tile is not None:
             triton = "Triton's, for compute capability 8.x and 12.x" if self.pointers else "Triton's, for any GPU"
@@ -220,7 +222,7 @@ class ExecutionPlan:
         text = describe_plan(
             path=self.path,
             kernels=family,
-            tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
+            tile=tile_config.SPLIT_TILE if self.splits_in_place else tile and (tile.block_n, tile.block_v),
             chunks=self.describe_chunks(),
             tokens=self.tokens,
             casts_head=self.casts_head,
@@ -366,14 +368,13 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             )
         )
     )
-    # The kernel of repairs reads a float32 head and splits it itself, and so do those of plans A and B on Hopper.
     readable = w.tma_compatible(pointers=pointers)
-    splits = key.splits_head and readable and hopper and scaled_exp
+    splits_in_place = key.splits_head and readable and hopper and scaled_exp
     tile = tile_config.choose_tile(capability, hidden * (1 + key.splits_head))
-    if splits:
+    if splits_in_place:
         tile = replace(tile, block_v=tile_config.SPLIT_CLASS_BLOCK)
-    width = hidden * (1 + (key.splits_head and not splits))  # of the operands of the logits
-    casts_head = (w.dtype != x.dtype and not splits) or not readable
+    width = hidden * (1 + (key.splits_head and not splits_in_place))  # of the operands of the logits
+    casts_head = (w.dtype != x.dtype and not splits_in_place) or not readable
     of_kernels: dict[str, Any] = {"hopper": hopper, "pointers": pointers, "arch": arch, "tile": tile}
     of_kernels |= {"casts_head": casts_head, "programs": key.device.multiprocessors}
     needs_grad = key.d_input or key.d_weight or key.d_bias
@@ -396,7 +397,9 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         ampere_tile = tile_config.choose_ampere_tile(tile, capability) if ampere else None
         tiling = None
         if (hopper or ampere) and not casts_head:
-            tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile, splits_head=splits)
+            tiling = tile_config.choose_d_input_tiling(
+                key.device.multiprocessors, ampere_tile, splits_head=splits_in_place
+            )
         float32_d_weight = key.grad_into or key.splits_head
         if float32_d_weight:
             d_weight_kernel = hopper and hidden % 4 == 0 and key.into_aligned
@@ -426,7 +429,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
         if key.d_input or key.d_weight:
             call = chunk_cost.Call(
                 tokens=max(tokens, 1),
-                hidden=padded_hidden * (1 + splits),
+                hidden=padded_hidden * (1 + splits_in_place),
                 classes=key.classes,
                 d_input=key.d_input,
                 d_weight=key.d_weight and key.stage != "saved_rows",
@@ -434,7 +437,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 d_weight_itemsize=4 if d_weight_kernel and float32_d_weight else 2,
                 parts=1 + key.splits_head,
                 adds_in_l2=d_weight_kernel and hopper,
-                block_v=tile_config.CLASS_BLOCK if splits else tile.block_v,
+                block_v=tile_config.CLASS_BLOCK if splits_in_place else tile.block_v,
                 # Two programs of a multiprocessor share its matrix units, so for 8.x their tiles count one by one.
                 class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
                 row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
@@ -449,7 +452,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             hidden=padded_hidden,
             classes=key.classes,
             itemsize=x.itemsize,
-            block_v=tile_config.CLASS_BLOCK if splits else tile.block_v,
+            block_v=tile_config.CLASS_BLOCK if splits_in_place else tile.block_v,
             class_block=tile.block_v,
             stores=needs_grad,
             saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
@@ -460,7 +463,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
             statistics=(1 if key.stage == "saved_rows" else key.statistics) + (fits_float16 and needs_grad),
             tiling=tiling,
-            splits_head=key.splits_head and not splits,
+            splits_head=key.splits_head and not splits_in_place,
             programs=key.device.multiprocessors * (key.splits_head and hopper),
             copied=copied,
             exchanged=exchanged,
@@ -484,6 +487,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             smooths=key.label_smoothing != 0,
             fits_float16=fits_float16,
             reads_split_head=key.splits_head and readable,
+            splits_in_place=splits_in_place,
             gathering_ranks=key.gathers * key.ranks,
         )
     chunks = tile_config.choose_recomputed(

@@ -239,6 +239,8 @@ class ScaledExpCall:
         assert plan.tile is not None
         self.plan, self.config, self.needs_grad = plan, plan.scaled_exp_config, needs_grad
         self.reduce, self.hook, self.saved_e, self.unit_scale = reduce, hook, saved_e, unit_scale
+        # Once for each half of the head, which are side by side in a copy.
+        self.takes_rows_twice = problem.spec.splits_head and not plan.splits_in_place
         self.smoothing = Smoothing.of(problem, self.config.head_rows, scales)
         self.whole = problem if self.smoothing is None else self.smoothing.problem  # of all classes
         # Of the classes of this rank, as all that follows.
@@ -308,7 +310,7 @@ class ScaledExpCall:
                 places = self.exchange.picks_places
                 packed_rows.pick(self.problem, self.rows, 0, others, held[:others], places=places)
             return held
-        width = x.shape[1] * (1 + (self.problem.spec.splits_head and self.plan.casts_head))
+        width = x.shape[1] * (1 + self.takes_rows_twice)
         padded_hidden = tile_config.padded_hidden(width, x.itemsize)
         return (x.new_empty if padded_hidden == width else x.new_zeros)((self.config.most_rows, padded_hidden))
 
@@ -389,7 +391,7 @@ class ScaledExpCall:
             x = self.problem.input.new_empty((n, hidden))
         if not self.plan.holds_rows or d_input_first:
             packed_rows.pick(of_input, rows, place.start, n, x[:, :hidden], places=self.exchange.picks_places)
-        if self.problem.spec.splits_head and self.plan.casts_head:  # a row again for the second half of the head
+        if self.takes_rows_twice:
             x[:, hidden : 2 * hidden] = x[:, :hidden]
         return x
 
@@ -445,8 +447,8 @@ class ScaledExpCall:
                 place = number * half_tiles(problem, config.rows)
                 hit = None if rows.hit is None else At(rows.hit.view(torch.int8), place)
                 head = head_of(problem, vocab_chunk)
-                in_place = head.dtype != chunk.x.dtype
-                run = hopper_split_logits.split_exponentials if in_place else hopper_logits.exponentials
+                split, whole = hopper_split_logits.split_exponentials, hopper_logits.exponentials
+                run = split if plan.splits_in_place else whole
                 run(problem, chunk.x, head, vocab_chunk, chunk.active, **options, hit=hit)
             else:
                 module = ampere_logits if plan.ampere_tile is not None else kernels

@@ -171,9 +171,12 @@ D_INPUT_STEP, D_INPUT_STAGES = 64, 4
 
 D_INPUT_SPLIT_STAGES = 3  # steps of a float32 head
 
-# Of the exponentials of a float32 head. A class block, whose classes are summed together, is half of two tiles that are
-# next to each other: those of a warpgroup.
-SPLIT_LOGITS_STEP, SPLIT_LOGITS_STAGES, SPLIT_CLASS_BLOCK = 64, 3, 128
+SPLIT_LOGITS_STEP, SPLIT_LOGITS_STAGES = 64, 3  # of the logits of a float32 head that is split in registers
+
+SPLIT_TILE = 256, 128  # rows and classes of a tile of these logits
+
+# Classes of a block of their sums: half of each of two tiles that are next to each other, those of a warpgroup.
+SPLIT_CLASS_BLOCK = 128
 
 CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix instruction takes
 

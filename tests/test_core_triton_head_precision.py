@@ -152,6 +152,7 @@ def test_the_most_columns_of_a_split_head_are_named() -> None:
 def test_kernels_read_the_whole_head_in_place(d: int, v: int) -> None:
     x, w = torch.empty(8192, d, dtype=torch.bfloat16, device="meta"), torch.empty(v, d, device="meta")
     explained = core_triton.explain(x, w, head_precision="float32", device="h100")
+    assert "tiles of 256 rows x 128 classes\n" in str(explained)
     assert "weight: read where it is\n" in str(explained)
     config = explained.plan.scaled_exp_config
     assert config.head_rows == v
