@@ -92,17 +92,17 @@ def sums_of_rows(t):
 
 
 @gluon.jit
-def numbers_of_piece(io, row, block, half, sizes, ROWS: gl.constexpr, CLASSES: gl.constexpr):
-    """Returns what an epilogue reads of the rows of a piece of a tile, from `row` on: the reference exponents, the sums
-    of the first half of the class block, or 0 before it, and whether there may be targets among the classes."""
+def numbers_of_quarter(io, row, block, half, sizes, ROWS: gl.constexpr, CLASS_BLOCK: gl.constexpr):
+    """Returns what an epilogue reads of the rows of a quarter of a tile, from `row` on: the reference exponents, the
+    sums of the first half of the class block, or 0 before it, and whether there may be targets among the classes."""
     row_ids = row + gl.arange(0, ROWS, gl.SliceLayout(1, OF_WARPS))
-    inside = (row_ids < sizes.rows) & (block * CLASSES < sizes.classes)
+    inside = (row_ids < sizes.rows) & (block * CLASS_BLOCK < sizes.classes)
     ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
     total = gl.load(sums_of(io, row_ids, block, sizes), mask=inside & (half > 0), other=0.0)
     hits = half * 0 + 1
     if io.hit_ptr is not None:
-        place = (row // ROWS).to(gl.int64) * gl.cdiv(sizes.classes, CLASSES) + block
-        exists = (row < sizes.rows) & (block * CLASSES < sizes.classes)
+        place = (row // ROWS).to(gl.int64) * gl.cdiv(sizes.classes, CLASS_BLOCK) + block
+        exists = (row < sizes.rows) & (block * CLASS_BLOCK < sizes.classes)
         hits = (gl.load(io.hit_ptr + place, mask=exists, other=0).to(gl.int32) >> (2 * half)) & 3
     return ref_exponent, total, hits
 
@@ -114,7 +114,7 @@ def sums_of(io, row_ids, block, sizes):
 
 
 @gluon.jit
-def finish_piece(
+def finish_quarter(
     raw, row, block, half, numbers, e_desc, others, buffers, io, head, sizes, switches, WHICH: gl.constexpr,
     i: gl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def finish_piece(
     if LOGIT_SUM & switches.statistics:  # past the last class logits are 0 still
         logit_sum = sums_of_rows(logits)
     logits = masked(logits, columns, column, sizes.classes, CLASSES)
-    if hits != 0:  # few pieces have a target
+    if hits != 0:  # few quarters have a target
         target, owns = targets_of(io.target_ptr, row_ids, column, sizes, CLASSES)
         here = gl.expand_dims(columns, 0) == gl.expand_dims(gl.convert_layout(target, gl.SliceLayout(1, layout)), 1)
         gl.store(io.target_logit_ptr + row_ids, sums_of_rows(gl.where(here, logits, 0.0)), mask=owns)
@@ -184,22 +184,22 @@ def split_exponentials_warpgroup(
             numbers = ()
             if ROOMY:
                 for i in gl.static_range(4):
-                    numbers = numbers + (numbers_of_piece(io, row + i * ROWS, block, half, sizes, ROWS, 2 * HALF),)
+                    numbers = numbers + (numbers_of_quarter(io, row + i * ROWS, block, half, sizes, ROWS, 2 * HALF),)
             raw = gl.zeros([HALF, BLOCK_N], gl.float32, layout)
             for _ in range(0, sizes.hidden, BLOCK_D):
                 mbarrier.wait(ring.full.index(stage), phase)
                 raw = multiply_split(raw, ring.a.index(2 * stage + WHICH), ring.b.index(stage), not W_BY_CLASS)
                 mbarrier.arrive(ring.empty.index(stage), count=1)
                 stage, phase = next_stage(stage, phase, STAGES)
-            pieces = quarters(raw, quarter)
+            parts = quarters(raw, quarter)
             for i in gl.static_range(4):
                 if ROOMY:
-                    of_piece = numbers[i]
+                    of_quarter = numbers[i]
                 else:
-                    of_piece = numbers_of_piece(io, row + i * ROWS, block, half, sizes, ROWS, 2 * HALF)
-                finish_piece(
-                    pieces[i].permute((1, 0)), row + i * ROWS, block, half, of_piece, e_desc, others, buffers, io, head,
-                    sizes, switches, WHICH, i,
+                    of_quarter = numbers_of_quarter(io, row + i * ROWS, block, half, sizes, ROWS, 2 * HALF)
+                finish_quarter(
+                    parts[i].permute((1, 0)), row + i * ROWS, block, half, of_quarter, e_desc, others, buffers, io,
+                    head, sizes, switches, WHICH, i,
                 )  # fmt: skip
     if switches.stores:
         tma.store_wait(0)
@@ -215,8 +215,8 @@ def split_exponentials_kernel(
 ):  # fmt: skip
     """`hopper_logits.exponentials_kernel` with a float32 head w, which is the sum of two matrices of x's dtype.
 
-    A program computes two tiles of 256 rows x 128 classes one after the other. A warpgroup has half of the classes of
-    each, next to each other: a class block of sums.
+    A program computes two tiles of 256 rows x 128 classes one after the other. The first has the first half of each of
+    two class blocks, and the second the other half. Each warpgroup has one class block.
     """
     head = Head(bias_ptr, scale, softcap)
     sizes = Sizes(first_class, rows, active_rows(count_ptr, start, least, rows), hidden, classes, group)

@@ -574,9 +574,10 @@ def repair_kernel(
                     )  # fmt: skip
             else:
                 if CLASS_BLOCK is not None:
-                    redone = inside  # the same rows
+                    redone = inside  # as in the second step, which keeps the sums of a row with an infinite logit
                     if BY_ROW:
                         redone &= tl.load(top_ptr + row_ids, mask=inside, other=float("inf")) < float("inf")
+                        redone &= tl.max(logits, 1) < float("inf")
                     store_no_classes(
                         sum_ptr, max_ptr, row_ids, rows, redone, column, classes, planes(STATISTICS),
                         (MAX & STATISTICS) != 0, BLOCK_V, CLASS_BLOCK,

@@ -1,4 +1,4 @@
-"""What `kernels.repair_kernel` calls besides the functions of the other kernels of logits."""
+"""What `kernels.repair_kernel` needs: which row blocks are flagged, and sums of no classes."""
 
 import triton
 import triton.language as tl

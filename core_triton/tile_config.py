@@ -171,12 +171,13 @@ D_INPUT_STEP, D_INPUT_STAGES = 64, 4
 
 D_INPUT_SPLIT_STAGES = 3  # steps of a float32 head
 
-SPLIT_LOGITS_STEP, SPLIT_LOGITS_STAGES = 64, 3  # of the logits of a float32 head that is split in registers
+# Of the logits of a float32 head that is split in registers. As many stages as fit: they take 192 KiB, and the buffers
+# of the stores 32 KiB.
+SPLIT_LOGITS_STEP, SPLIT_LOGITS_STAGES = 64, 3
 
 SPLIT_TILE = 256, 128  # rows and classes of a tile of these logits
 
-# Classes of a block of their sums: half of each of two tiles that are next to each other, those of a warpgroup.
-SPLIT_CLASS_BLOCK = 128
+SPLIT_CLASS_BLOCK = 128  # classes whose exponentials are summed: those that a warpgroup has in two tiles
 
 CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix instruction takes
 

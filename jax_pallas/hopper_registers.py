@@ -1,12 +1,12 @@
 """Matmuls of Hopper kernels whose first operand is a float32 tile that is split in registers: MATH.md (39).
 
 A warpgroup reads its tile from shared memory in the layout that wgmma takes of a first operand in registers, a few
-columns of the sum at a time. It rounds them (high), rounds what is left (low), and issues the two matmuls of the piece.
-While the tensor cores multiply, it loads and splits the next piece. No matmul stays in flight at the end of a step:
-registers of an operand that are in use in two iterations make the assembler wait for every matmul.
+columns of the inner dimension at a time. It rounds them (high), rounds what is left (low), and issues the two matmuls
+of the piece. While the tensor cores multiply, it loads and splits the next piece. No matmul stays in flight at the end
+of a step: registers of an operand that are in use in two iterations make the assembler wait for every matmul.
 
 Pallas' `plgpu.wgmma` takes pieces of no fewer columns than a row of the second operand has in shared memory, 64. So
-these functions are in Mosaic's own dialect, below Pallas. Its interpreter does not run them.
+these functions are in Mosaic's own dialect, below Pallas. Pallas' interpreter does not run them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ wgmma_m64: Callable[..., Any] = import_module("jax.experimental.mosaic.gpu.wgmma
 # An accumulator between matmuls. In the layout of its epilogue pairs of numbers would be in registers of 64 bits.
 ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
 
-K = 16  # columns of the sum that an instruction takes, a piece
+K = 16  # columns of the inner dimension that an instruction takes, a piece
 
 # Pieces that are split before their matmuls are issued. On an H200, two in place of one: d_input of Qwen2.5-0.5B takes
 # 1.25 ms in place of 1.31, and of Gemma 2 2B 2.85 in place of 3.05. Exponentials take 1.45 in place of 1.47 and 2.64 in

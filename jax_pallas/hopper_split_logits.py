@@ -361,7 +361,7 @@ def finish(own: SplitProgram, raw: Array, loaded: Loaded) -> None:
                 partial(exponentials_of, of, is_partial=False),
             )
             found = Values({"sums": lambda found=found: found[:1]}, lambda found=found: found[1])
-        # After the store of the block before and after its numbers were read.
+        # The store of the block before has read its buffer, and all threads have read its numbers.
         if own.buffer is not None:
             plgpu.wait_smem_to_gmem(own.kernel.buffers - 1, wait_read_only=True)
         else:

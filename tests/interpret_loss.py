@@ -64,7 +64,7 @@ from core_triton import (
 from core_triton import kernels as triton_kernels
 from core_triton.first_chunk import Stores
 from core_triton.head_copy import copy_head_kernel
-from core_triton.launch import launch
+from core_triton.launch import At, launch
 from core_triton.plan import DeviceInfo
 from core_triton.problem import NeedsGrad, Problem, halves, plan_of
 from core_triton.stored_logits import STORED_TILES
@@ -862,6 +862,58 @@ def run_kept_rows() -> None:
 REPAIR = scaled_exp.kernels.repair
 
 
+def run_repair_blocks() -> None:
+    """Repairs rows whose tiles have two class blocks of sums, those of `hopper_split_logits`. Others keep their sums.
+
+    Row 3 leaves its range. A bias of inf makes the lse of every row inf, wherever its class is.
+    """
+    n, d, v, block = 70, 64, 600, tile_config.SPLIT_CLASS_BLOCK
+    generator = torch.Generator().manual_seed(0)
+    x = (0.1 * torch.randn(n, d, generator=generator)).bfloat16()
+    w, target = torch.randn(v, d, generator=generator), torch.randint(0, v, (n,), generator=generator)
+    plan = core_triton.explain(x.to("meta"), w.to("meta"), head_precision="float32", device="h200").plan
+    problem = Problem(x, w, None, target, torch.ones(n), None, LossSpec("sum", head_precision="float32"), v, plan=plan)
+    for by_row, infinite, bits in itertools.product((False, True), (None, 5, 200), (0, OF_LOGITS)):
+        bias, ref_exponent = torch.zeros(v), torch.zeros(n)
+        ref_exponent[3] = -60.0
+        if infinite is not None:
+            bias[infinite] = torch.inf
+        logits = x.double() @ w.double().T + bias.double()
+        exponentials = (logits / np.log(2) - ref_exponent.double()[:, None]).exp2()
+        sums = torch.nn.functional.pad(exponentials, (0, -v % block)).view(n, -1, block).sum(2).T.float().contiguous()
+        lost, before, found = (sums >= 2.0**48).any(0), sums.clone(), torch.full((len(sums), 5, n), torch.nan)
+        redone = lost if by_row else torch.ones_like(lost)
+        REPAIR(
+            replace(problem, linear_bias=bias),
+            x,
+            w,
+            slice(0, v),
+            target=At(target, 0),
+            ref_exponent=At(ref_exponent, 0),
+            top=At(torch.where(redone, -torch.inf, torch.inf), 0),
+            flag=At(torch.ones(1, dtype=torch.int32), 0),
+            ticket=At(torch.zeros(2, dtype=torch.int32), 0),
+            sums=At(sums, 0),
+            statistics=bits,
+            of_logits=At(found, 0) if bits else None,
+            target_logit=At(torch.zeros(n), 0),
+            e=Stores(torch.zeros(n, 640).bfloat16()[:, :v]),
+            finds=True,
+            redoes=True,
+            by_row=by_row,
+        )
+        lse = sums.double().sum(0).log2() + ref_exponent.double()
+        right = torch.allclose(lse, logits.logsumexp(1) / np.log(2), rtol=1e-4, atol=1e-3)
+        right &= torch.equal(sums[:, ~redone], before[:, ~redone])
+        if bits and infinite is None:
+            top, at = found[:, 0, redone].max(0)
+            argmax = at * block + found[at, 1, redone.nonzero()[:, 0]].long()
+            right &= torch.allclose(top.double(), logits[redone].max(1).values, rtol=1e-4, atol=1e-3)
+            right &= torch.equal(argmax, logits[redone].argmax(1))
+            right &= torch.allclose(found[:, 3, redone].sum(0).double(), logits[redone].sum(1), rtol=1e-4, atol=1e-2)
+        say(name=f"by_row {by_row}, inf {infinite}, statistics {bits}", used={"sums": 0.0 if right else 200.0})
+
+
 def run_batch_invariant() -> None:
     """Says which results of a row are other bits among other rows, and which rows are repaired."""
     for name, used in batch_invariant_differences().items():
@@ -1377,6 +1429,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "token_loss": run_token_loss,
     "log_probs": run_log_probs,
     "kept_rows": run_kept_rows,
+    "repair_blocks": run_repair_blocks,
     "batch_invariant": run_batch_invariant,
     "token_kernel": run_token_kernel,
     "head_copy": run_head_copy,

@@ -49,6 +49,7 @@ COMPILED = tests("core_triton_kernels", "compiles_fits and 90-bf16")
 COMPILED_SM80 = tests("core_triton_kernels", "compiles_fits and 80-bf16")
 AMPERE = tests("core_triton_kernels", "two_programs and 80")
 INPUT_GRAD = tests("core_triton_input_grad", "d_input")
+REPAIR_BLOCKS = tests("core_triton_interpreted", "several_class_blocks")
 D_WEIGHT = tests("core_triton_input_grad", "d_weight")
 LARGE = tests("core_triton_input_grad", "large_matrix")
 TORCH_RANKS = ("tests/test_core_triton_scale.py", "-m", "not slow")
@@ -161,6 +162,31 @@ TRITON_KERNELS = (
     Mutation("core_triton/input_grad.py", "slot = parts + piece", "slot = piece", INPUT_GRAD),
     # Tests run the Hopper kernels of the gradients in NumPy. The others run only on a GPU: tests compile them and read
     # their code.
+    Mutation(
+        "core_triton/gluon_common.py",
+        "gl.where(top > stored,",
+        "gl.where(top >= stored,",
+        tests("core_triton_split_logits", "statistics"),
+    ),
+    Mutation(
+        "core_triton/smoothing.py",
+        "plan_of(problem).splits_in_place",
+        "False",
+        tests("core_triton_head_precision", "smoothing"),
+    ),
+    Mutation("core_triton/kernels.py", "redone &= tl.max(logits, 1) < float", "redone &= 0 < float", REPAIR_BLOCKS),
+    Mutation(
+        "core_triton/kernels.py",
+        "column, classes, planes(STATISTICS)",
+        "row, classes, planes(STATISTICS)",
+        REPAIR_BLOCKS,
+    ),
+    Mutation(
+        "core_triton/tile_config.py",
+        "-(-head_rows // class_block) -",
+        "-(-head_rows // block_v) -",
+        tests("core_triton_head_precision", "in_place"),
+    ),
     Mutation("core_triton/hopper_split_head.py", "exact - high.to(gl.float32)", "exact - exact", INPUT_GRAD),
     Mutation(
         "core_triton/hopper_split_head.py", "of_other = other.slice(i * PIECE", "of_other = other.slice(0", INPUT_GRAD
@@ -173,6 +199,8 @@ TRITON_KERNELS = (
             (">> (2 * half)) & 3", ") & 3"),
             ("total += sums_of_rows(exponentials)", "total = sums_of_rows(exponentials)"),
             ("column - half * CLASSES, switches", "column, switches"),
+            ("(2 * block * CLASSES < sizes.classes)", "(2 * block * CLASSES >= 0)"),
+            ("active_rows(count_ptr, start, least, rows), hidden", "rows, hidden"),
             ("added = inside & (half > 0)", "added = inside & (half < 0)"),
             ("exponentials * slope(logits, head.softcap)", "exponentials"),
             ("+ which * 2 * HALF, k], bar", "+ which * HALF, k], bar"),

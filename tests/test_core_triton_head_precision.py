@@ -2,6 +2,7 @@
 of parity compare values with the float64 reference."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
-from core_triton.problem import halves
-from linear_ce.spec import DEFAULT_MEMORY_BUDGET
+from core_triton.problem import Problem, halves
+from core_triton.smoothing import Smoothing
+from core_triton.tile_config import SPLIT_CLASS_BLOCK
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
 
 Arrays = dict[str, Any]
 
@@ -156,7 +159,22 @@ def test_kernels_read_the_whole_head_in_place(d: int, v: int) -> None:
     assert "weight: read where it is\n" in str(explained)
     config = explained.plan.scaled_exp_config
     assert config.head_rows == v
+    assert config.blocks == -(-v // SPLIT_CLASS_BLOCK)
     assert config.bytes <= DEFAULT_MEMORY_BUDGET
+
+
+def test_label_smoothing_copies_no_head() -> None:
+    """The mean row of a head that kernels read in place."""
+    x, w, weights = torch.randn(12, 64).bfloat16(), torch.randn(512, 64), torch.rand(512)
+    on_meta, options = (x.to("meta"), w.to("meta")), {"label_smoothing": 0.1, "head_precision": "float32"}
+    plan = core_triton.explain(*on_meta, device="h200", **options).plan
+    assert plan.splits_in_place
+    target, row_weight = torch.zeros(12, dtype=torch.int64), torch.ones(12)
+    problem = Problem(x, w, None, target, row_weight, weights, LossSpec("sum", **options), 512, plan=plan)
+    with mock.patch.object(Problem, "operand_of", side_effect=AssertionError("a copy")):
+        smoothing = Smoothing.of(problem, 512, None)
+    assert smoothing is not None
+    torch.testing.assert_close(smoothing.mean_row, weights @ w / 512)
 
 
 @pytest.mark.parametrize(

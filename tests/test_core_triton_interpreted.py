@@ -274,6 +274,12 @@ def test_a_token_loss_repairs_no_rows_but_those_that_need_it(results: Results) -
     assert_within_budget(results)
 
 
+@pytest.mark.parametrize("program", [quick("repair_blocks")])
+def test_repairs_of_tiles_with_several_class_blocks(results: Results) -> None:
+    assert_within_budget(results)
+    assert len(results) == 12
+
+
 @pytest.mark.parametrize("program", [quick("batch_invariant"), slow("sm80", "batch_invariant")])
 def test_batch_invariant_results_of_a_row_are_the_same_bits_among_any_rows(results: Results) -> None:
     assert_within_budget(results)

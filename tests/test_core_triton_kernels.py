@@ -210,7 +210,7 @@ CALLS = {
     "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
     "train-head32": Call("train", "llama3-8b", head=torch.float32, scale=0.7),
     "train-split": Call("train", "llama3-8b", head=torch.float32, splits=True),
-    "split-transposed": Call("train", "qwen2.5-0.5b", head=torch.float32, splits=True, transposed=True),
+    "split-transposed": Call("train", "gemma2-2b", head=torch.float32, splits=True, transposed=True),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
     "options-fp16": Call("stats", "gemma2-2b", torch.float16, bias=True, softcap=30.0, scale=0.7),
     "pieces-fp16": Call("train", "n4096", torch.float16),
@@ -573,7 +573,7 @@ def test_gradients_of_a_split_head_on_hopper_keep_all_in_registers(name: str, ch
         compiled, switches = compile_launch(launch, 90), dict(launch.constexprs)
         assert_no_spill(launch, 90)
         assert_overlaps(launch)  # ptxas serializes matmuls whose operands it cannot keep in registers
-        if "d_input" in launch.kernel.__name__:  # both parts of four pieces of a step, by two warpgroups
+        if "d_input" in launch.kernel.__name__:  # both parts of four matrix instructions of a step, by two warpgroups
             assert compiled.ptx.count("wgmma.mma_async") == 16
         else:  # two quarters at once, two under the next matmul, and these again at the end
             reduced = compiled.ptx.count("cp.reduce.async.bulk.tensor")
