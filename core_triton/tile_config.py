@@ -305,7 +305,7 @@ def choose_scaled_exp(
     classes: int,
     itemsize: int,
     block_v: int,
-    class_block: int,
+    class_block: int | None = None,
     stores: bool,
     saves: bool = False,
     d_input: bool,
@@ -334,7 +334,7 @@ def choose_scaled_exp(
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
-        class_block: classes of a block of sums.
+        class_block: classes of a block of sums; None: those of a tile.
         stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
         saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         d_input: d_input is computed.
@@ -361,7 +361,7 @@ def choose_scaled_exp(
     Raises:
         ValueError: `MIN_ROWS` rows do not fit. The message names the smallest budget that can.
     """
-    tokens = max(tokens, 1)
+    tokens, class_block = max(tokens, 1), class_block or block_v
     least_rows = min(tokens, MIN_ROWS)
     head_rows, cast_bytes, parts = classes, SPLIT_CAST_BYTES if splits_head else CAST_BYTES, 1 + splits_head
     if needs_cast:
