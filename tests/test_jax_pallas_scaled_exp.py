@@ -164,12 +164,13 @@ def test_scaled_exp(
 # N, V, classes, vocab_axis, whether d_weight is added to, and whether the head is split in registers, or in copies of
 # vocabulary chunks, of which two overlap if there are three.
 SPLIT_HEADS = [
-    pytest.param(*case, in_place, marks=() if (case[0], in_place) == (21, True) else pytest.mark.slow)
+    (*case, in_place)
     for case in ((141, 640, 520, 0, False), (70, 576, 500, 1, True), (21, 200, 200, 0, True))
     for in_place in (True, False)
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "v", "classes", "vocab_axis", "adds", "in_place"), SPLIT_HEADS)
 def test_split_head(
     n: int, v: int, classes: int, vocab_axis: int, adds: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
