@@ -366,12 +366,14 @@ def exponentials(
     target_logit: At,
     e: Stores,
     hit: At | None,
+    of_kernel: tuple[Any, TileBlocks] | None = None,
 ) -> None:
-    """Launches `exponentials_kernel`."""
+    """Launches `exponentials_kernel`, or `of_kernel`: a kernel with the same arguments, and its blocks."""
     first, others, *place = e
     pointers = target, ref_exponent, flag, sums, of_logits, target_logit, hit, *active, *place
     switches = {"STORES": first is not None, "STATISTICS": statistics}
-    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, _blocks(problem))
+    kernel, blocks = of_kernel or (exponentials_kernel, _blocks(problem))
+    launch_tiles(kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, blocks)
 
 
 class StatisticsIO(NamedTuple):

@@ -6,13 +6,13 @@ would be made again for each chunk of rows. Only the first operand of a matmul m
 transposed, 128 classes x 256 rows, and the sums over classes go across the warps of a warpgroup.
 """
 
-from torch import Tensor
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from core_triton import tile_config
-from core_triton.first_chunk import Stores
+from core_triton import hopper_logits, tile_config
 from core_triton.gluon_common import (
     active_rows,
     add_exponentials,
@@ -43,8 +43,7 @@ from core_triton.hopper_logits import (
     to_logits,
 )
 from core_triton.hopper_split_head import multiply_split
-from core_triton.kernels import LOG2_E, LOGIT_SUM, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
-from core_triton.launch import At
+from core_triton.kernels import LOG2_E, LOGIT_SUM, SUM_LIMIT, TileBlocks, slope, tile_of
 from core_triton.problem import Problem
 
 # The layout of a number for each row and warp, where a thread has all numbers of a row. In the layout of a transposed
@@ -240,28 +239,9 @@ def split_exponentials_kernel(
     )
 
 
-def split_exponentials(
-    problem: Problem,
-    x: Tensor,
-    w: Tensor,
-    vocab_chunk: slice,
-    active: Active,
-    *,
-    target: At,
-    ref_exponent: At,
-    flag: At,
-    sums: At,
-    statistics: int,
-    of_logits: At | None,
-    target_logit: At,
-    e: Stores,
-    hit: At | None,
-) -> None:
-    """Launches `split_exponentials_kernel`."""
-    first, others, *place = e
-    pointers = target, ref_exponent, flag, sums, of_logits, target_logit, hit, *active, *place
-    switches = {"STORES": first is not None, "STATISTICS": statistics}
+def split_exponentials(problem: Problem, *arguments: Any, **options: Any) -> None:
+    """Launches `split_exponentials_kernel`. The arguments are those of `hopper_logits.exponentials`."""
     step, (rows, classes) = tile_config.SPLIT_LOGITS_STEP, tile_config.SPLIT_TILE
     constexprs = {"STAGES": tile_config.SPLIT_LOGITS_STAGES, "num_warps": 4}
     blocks = TileBlocks((rows, step), (classes // 2, step), (rows // 4, classes // 2), constexprs, gluon=True)
-    launch_tiles(split_exponentials_kernel, problem, x, w, vocab_chunk, (first, others), pointers, switches, blocks)
+    hopper_logits.exponentials(problem, *arguments, **options, of_kernel=(split_exponentials_kernel, blocks))

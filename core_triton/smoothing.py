@@ -63,11 +63,10 @@ class Smoothing:
             return None
         class_weight, b, own = problem.class_weight, problem.linear_bias, slice(0, problem.local_classes)
         weights = problem.class_weight_or_ones(own)
-        mean_row = problem.row_weight.new_zeros(w.shape[1])
-        if plan_of(problem).splits_in_place:  # an operand of matmuls would be a copy of the whole head
-            mean_row += torch.mv(w[own].T, weights)
-            head_rows = 0
-        for vocab_chunk in problem.vocab_chunks(head_rows) if head_rows else ():
+        mean_row, vocab_chunks = problem.row_weight.new_zeros(w.shape[1]), problem.vocab_chunks(head_rows)
+        if plan_of(problem).splits_in_place:  # as an operand of a matmul in 16 bits the whole head would be copied
+            mean_row, vocab_chunks = torch.mv(w[own].T, weights), []
+        for vocab_chunk in vocab_chunks:
             parts, power = _in_two(weights[vocab_chunk], dtype)
             sums = float32_matmul(operand(parts, dtype), problem.operand_of(vocab_chunk)).sum(0)
             if power is not None:
