@@ -211,7 +211,8 @@ def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
     x, w = (torch.randn(rows, hidden, generator=generator).bfloat16() for rows in (N, V))
     sums, e = torch.full((-(-V // CLASS_BLOCK), N), torch.nan), torch.full((N, 704), torch.nan).bfloat16()
     vectors = {"target": torch.full((N,), -1), "ref_exponent": torch.zeros(N), "target_logit": torch.zeros(N)}
-    found: dict[str, Any] = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
+    found = {"flag": torch.zeros(2, dtype=torch.int32), "sums": sums, **vectors}
+    at: dict[str, Any] = {name: At(one, 0) for name, one in found.items()}
     with mock.patch.object(kernels, "launch", partial(hopper_in_numpy.run, MODULES, late=late)):
         hopper_logits.exponentials(
             problem,
@@ -223,7 +224,7 @@ def test_logits_of_one_or_two_steps(hidden: int, late: bool) -> None:
             of_logits=None,
             hit=None,
             e=Stores(e[:, :V]),
-            **{name: At(one, 0) for name, one in found.items()},
+            **at,
         )
     wanted = (x.float() @ w.float().T).exp()
     torch.testing.assert_close(e[:, :V].float(), wanted, rtol=4e-3, atol=0)
