@@ -56,7 +56,7 @@ from jax_pallas.triton_launch import run
 from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, OF_LOGITS, SHIFTS, SQUARES
 
 if TYPE_CHECKING:
-    from jax_pallas.hopper_split_logits import Block, SplitTiles
+    from jax_pallas.hopper_split_logits import Block
 
 STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
 
@@ -294,7 +294,7 @@ BITS |= {"shifts": SHIFTS, "shifts_high": SHIFTS}
 
 
 def exponentials_types(
-    tiles: "Tiles | SplitTiles", dtype: Any, *, stores: bool, statistics: int, piece: int | None = None
+    tiles: Tiles, dtype: Any, *, stores: bool, statistics: int, piece: int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the types of the results of the kernel of `exponentials`, by name. `dtype` is that of x, and `piece` of
     `FirstChunk`."""

@@ -20,7 +20,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas import hopper_common
 from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.hopper_common import (
     COLUMN,
@@ -44,10 +43,10 @@ from jax_pallas.hopper_logits import (
     to_logits,
 )
 from jax_pallas.hopper_registers import ACCUMULATOR, add_split, load_columns, put_columns, store_columns
+from jax_pallas.hopper_tiles import Tiles, tile_of
 from jax_pallas.row_kernels import LOG2_E, Exponentials
 from jax_pallas.row_math import NO_PROBABILITY
 from jax_pallas.tile_config import CLASS_BLOCK, HALF, SPLIT_CLASSES, SPLIT_ROWS, STEP, cdiv
-from linear_ce.chunk_cost import GROUP_BYTES
 from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_BLOCKS, SQUARES
 
 STAGES = 3  # steps that are loaded ahead: 196,608 bytes
@@ -55,72 +54,28 @@ STAGES = 3  # steps that are loaded ahead: 196,608 bytes
 PIECES = SPLIT_ROWS // HALF  # of a tile's rows, which an epilogue processes one after the other
 
 
-@dataclass(frozen=True)
-class SplitTiles:
-    """The tiles of a call, of `rows` rows and `classes` classes of a float32 head (V, D), (D, V) for vocab_axis 1.
+@dataclass(frozen=True, kw_only=True)
+class SplitTiles(Tiles):
+    """The transposed tiles of the logits of a call. Those of `stored` classes are stored, zeros past the last."""
 
-    Exponentials are stored of `stored` classes, zeros past the last.
-    """
+    ROWS = SPLIT_ROWS
+    CLASSES = SPLIT_CLASSES
 
-    rows: int
-    hidden: int
-    classes: int
-    vocab_axis: int
     stored: int
 
     @property
-    def steps(self) -> int:
-        return cdiv(self.hidden, STEP)
-
-    @property
-    def row_blocks(self) -> int:
-        return cdiv(self.rows, SPLIT_ROWS)
-
-    @property
-    def tile_classes(self) -> int:
-        return cdiv(self.stored, SPLIT_CLASSES)
-
-    @property
-    def count(self) -> int:
-        return self.row_blocks * self.tile_classes
-
-    @property
-    def programs(self) -> int:
-        return min(self.count, hopper_common.programs())
+    def class_blocks(self) -> int:
+        return cdiv(self.stored, self.CLASSES)
 
     @property
     def by_block(self) -> jax.ShapeDtypeStruct:
-        """The shape of a result with a number for each row and class block."""
-        return jax.ShapeDtypeStruct((cdiv(self.classes, HALF), self.row_blocks * SPLIT_ROWS), jnp.float32)
+        """The shape of a result with a number for each row and HALF classes."""
+        return jax.ShapeDtypeStruct((cdiv(self.classes, HALF), self.row_blocks * self.ROWS), jnp.float32)
 
-    @property
-    def by_place(self) -> jax.ShapeDtypeStruct:
-        """The shape of a result with a number for each row and place of its HALF rows."""
-        return jax.ShapeDtypeStruct((HALF, self.row_blocks * SPLIT_ROWS), jnp.float32)
-
-    def by_row(self, values: Array, other: float) -> Array:
-        """Returns an array (rows,) padded to the rows of all tiles with `other`."""
-        return jnp.pad(values, (0, self.row_blocks * SPLIT_ROWS - self.rows), constant_values=other)
-
-    def by_class(self, values: Array | None) -> Array | None:
-        """Returns a float32 value for each class of the tiles, of an array indexed as the head is."""
-        if values is None:
-            return None
-        after = self.tile_classes * SPLIT_CLASSES - self.classes
-        return jnp.pad(values[: self.classes].astype(jnp.float32), (0, after))
-
-    def tile_at(self, tile: Any) -> tuple[Any, Any]:
-        """Returns the first row and class of a tile. Row blocks of up to `GROUP_BYTES` share the classes of a tile."""
-        most = max(1, GROUP_BYTES // (2 * SPLIT_ROWS * self.hidden))
-        size = cdiv(self.row_blocks, cdiv(self.row_blocks, most))
-        last, rest = divmod(self.row_blocks, size)
-        number = lax.div(tile, size * self.tile_classes)
-        within = tile - number * (size * self.tile_classes)
-        block, here = lax.div(within, size), size
-        if rest:
-            block = jnp.where(number == last, lax.div(within, rest), block)
-            here = jnp.where(number == last, rest, size)
-        return (number * size + within - block * here) * SPLIT_ROWS, block * SPLIT_CLASSES
+    def place_of(self, tile: Any) -> tuple[Any, Any]:
+        """Returns the first row and class of a tile."""
+        row_block, class_block = tile_of(self, tile)
+        return row_block * self.ROWS, class_block * self.CLASSES
 
 
 @dataclass(frozen=True)
@@ -203,7 +158,7 @@ def load_steps(own: SplitProgram, x_ref: Any, w_ref: Any) -> None:
     ring, tiles = own.ring, own.kernel.tiles
 
     def tile(number: Any, before: Any) -> None:
-        row, first_class = tiles.tile_at(number)
+        row, first_class = tiles.place_of(number)
 
         @pl.loop(0, own.steps)
         def _step(s: Any) -> None:
@@ -228,7 +183,7 @@ def exponentials_warpgroup(own: SplitProgram) -> None:
     options: dict[str, Any] = {"transposed": tiles.vocab_axis == 1, "interpret": own.kernel.interpret}
 
     def tile(number: Any, before: Any) -> None:
-        row, first_class = tiles.tile_at(number)
+        row, first_class = tiles.place_of(number)
         first_class = first_class + own.warpgroup * HALF
         loaded = load_numbers(own, row, first_class)
 
@@ -488,12 +443,12 @@ def split_exponentials(
     """
     # A first chunk's matmul of d_weight reads zeros past the last class.
     stored = classes if others is None else cdiv(classes, CLASS_BLOCK) * CLASS_BLOCK
-    tiles = SplitTiles(rows, x.shape[1], classes, vocab_axis, stored)
+    tiles = SplitTiles(rows, x.shape[1], classes, vocab_axis, stored=stored)
     switches = ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_BLOCKS)
     scalars = jnp.stack([jnp.int32(tiles.steps), jnp.asarray(start, jnp.int32)])
     operands = {
         "ref_exponent": tiles.by_row(ref_exponent, jnp.inf),  # no row: zeros
-        "bias": tiles.by_class(bias),
+        "bias": tiles.by_column(bias, 0),
         "places": places,
         "target": tiles.by_row(target, -1),
     }

@@ -10,7 +10,7 @@ a piece of a tile is finished       `finish`, which calls the epilogue
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ class Tiles:
     A kernel computes all of them, or those of `part_blocks` class blocks that are next to each other.
     """
 
+    ROWS: ClassVar[int] = BLOCK_N  # of a tile
+    CLASSES: ClassVar[int] = BLOCK_V
+
     rows: int
     hidden: int
     classes: int
@@ -61,11 +64,11 @@ class Tiles:
 
     @property
     def row_blocks(self) -> int:
-        return cdiv(self.rows, BLOCK_N)
+        return cdiv(self.rows, self.ROWS)
 
     @property
     def class_blocks(self) -> int:
-        return cdiv(self.classes, BLOCK_V)
+        return cdiv(self.classes, self.CLASSES)
 
     @property
     def count(self) -> int:
@@ -83,18 +86,18 @@ class Tiles:
     @property
     def by_block(self) -> jax.ShapeDtypeStruct:
         """The shape of a result with a number for each row and class block."""
-        return jax.ShapeDtypeStruct((self.class_blocks, self.row_blocks * BLOCK_N), jnp.float32)
+        return jax.ShapeDtypeStruct((self.class_blocks, self.row_blocks * self.ROWS), jnp.float32)
 
     @property
     def by_place(self) -> jax.ShapeDtypeStruct:
         """The shape of a result with a number for each row and place of its half row block."""
-        return jax.ShapeDtypeStruct((HALF, self.row_blocks * BLOCK_N), jnp.float32)
+        return jax.ShapeDtypeStruct((HALF, self.row_blocks * self.ROWS), jnp.float32)
 
     def by_row(self, values: Array | None, other: float = 0) -> Array | None:
         """Returns an array (rows,) padded to the rows of all tiles with `other`."""
         if values is None:
             return None
-        return jnp.pad(values, (0, self.row_blocks * BLOCK_N - self.rows), constant_values=other)
+        return jnp.pad(values, (0, self.row_blocks * self.ROWS - self.rows), constant_values=other)
 
     def by_column(self, values: Array | None, first_class: Array | int) -> Array | None:
         """Returns a float32 value for each column of the tiles, of an array indexed as the head is."""
@@ -104,7 +107,7 @@ class Tiles:
             values = values[first_class : first_class + self.classes]
         else:
             values = lax.dynamic_slice_in_dim(values, first_class, self.classes)
-        return jnp.pad(values.astype(jnp.float32), (0, self.class_blocks * BLOCK_V - self.classes))
+        return jnp.pad(values.astype(jnp.float32), (0, self.class_blocks * self.CLASSES - self.classes))
 
 
 def tile_of(tiles: Tiles, tile: Array) -> tuple[Array, Array]:
@@ -113,7 +116,7 @@ def tile_of(tiles: Tiles, tile: Array) -> tuple[Array, Array]:
 
     The divisors are static, so the compiler multiplies instead. A division takes a hundred instructions.
     """
-    most = max(1, GROUP_BYTES // (2 * BLOCK_N * tiles.hidden))
+    most = max(1, GROUP_BYTES // (2 * tiles.ROWS * tiles.hidden))
     size = cdiv(tiles.row_blocks, cdiv(tiles.row_blocks, most))
     last, rest = divmod(tiles.row_blocks, size)
     number = lax.div(tile, size * tiles.kernel_blocks)
