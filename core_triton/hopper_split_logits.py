@@ -91,7 +91,7 @@ def sums_of_rows(t):
 
 
 @gluon.jit
-def numbers_of_quarter(io, row, block, half, sizes, ROWS: gl.constexpr, CLASS_BLOCK: gl.constexpr):
+def load_numbers(io, row, block, half, sizes, ROWS: gl.constexpr, CLASS_BLOCK: gl.constexpr):
     """Returns what an epilogue reads of the rows of a quarter of a tile, from `row` on: the reference exponents, the
     sums of the first half of the class block, or 0 before it, and whether there may be targets among the classes."""
     row_ids = row + gl.arange(0, ROWS, gl.SliceLayout(1, OF_WARPS))
@@ -183,7 +183,7 @@ def split_exponentials_warpgroup(
             numbers = ()
             if ROOMY:
                 for i in gl.static_range(4):
-                    numbers = numbers + (numbers_of_quarter(io, row + i * ROWS, block, half, sizes, ROWS, 2 * HALF),)
+                    numbers = numbers + (load_numbers(io, row + i * ROWS, block, half, sizes, ROWS, 2 * HALF),)
             raw = gl.zeros([HALF, BLOCK_N], gl.float32, layout)
             for _ in range(0, sizes.hidden, BLOCK_D):
                 mbarrier.wait(ring.full.index(stage), phase)
@@ -195,7 +195,7 @@ def split_exponentials_warpgroup(
                 if ROOMY:
                     of_quarter = numbers[i]
                 else:
-                    of_quarter = numbers_of_quarter(io, row + i * ROWS, block, half, sizes, ROWS, 2 * HALF)
+                    of_quarter = load_numbers(io, row + i * ROWS, block, half, sizes, ROWS, 2 * HALF)
                 finish_quarter(
                     parts[i].permute((1, 0)), row + i * ROWS, block, half, of_quarter, e_desc, others, buffers, io,
                     head, sizes, switches, WHICH, i,

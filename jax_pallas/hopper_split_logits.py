@@ -153,7 +153,7 @@ def slot_of(number: Any) -> Any:
     return lax.rem(number, jnp.int32(STAGES))
 
 
-def load_steps(own: SplitProgram, x_ref: Any, w_ref: Any) -> None:
+def load_split_tiles(own: SplitProgram, x_ref: Any, w_ref: Any) -> None:
     """The loading warpgroup."""
     ring, tiles = own.ring, own.kernel.tiles
 
@@ -174,37 +174,6 @@ def load_steps(own: SplitProgram, x_ref: Any, w_ref: Any) -> None:
 
     own.over_tiles(tile)
     wait_for_all(ring.empty, STAGES)  # a program must not end before all have arrived
-
-
-def exponentials_warpgroup(own: SplitProgram) -> None:
-    """A multiplying warpgroup: computes its classes of the program's tiles."""
-    ring, tiles = own.ring, own.kernel.tiles
-    arrive_at_all(ring.empty, STAGES)
-    options: dict[str, Any] = {"transposed": tiles.vocab_axis == 1, "interpret": own.kernel.interpret}
-
-    def tile(number: Any, before: Any) -> None:
-        row, first_class = tiles.place_of(number)
-        first_class = first_class + own.warpgroup * HALF
-        loaded = load_numbers(own, row, first_class)
-
-        def step(s: Any, acc: Array) -> Array:
-            slot = slot_of(before + s)
-            plgpu.barrier_wait(ring.full.at[slot])
-            acc = add_split(acc, ring.w.at[slot, own.warpgroup], ring.x.at[slot], **options)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(ring.empty.at[slot])
-            return acc
-
-        zeros = plgpu.layout_cast(jnp.zeros((HALF, SPLIT_ROWS), jnp.float32), ACCUMULATOR)
-        raw = plgpu.layout_cast(lax.fori_loop(0, own.steps, step, zeros), plgpu.Layout.WGMMA)
-
-        @when(first_class < tiles.stored)
-        def _finish() -> None:
-            finish(own, raw, loaded)
-
-    own.over_tiles(tile)
-    if own.buffer is not None:
-        plgpu.wait_smem_to_gmem(0)
 
 
 class Block(NamedTuple):
@@ -394,6 +363,37 @@ def store_targets(own: SplitProgram, block: Block, raw: Array, ref_exponent: Arr
         own.refs[name][place, pl.ds(block.row, HALF)] = value
 
 
+def split_exponentials_warpgroup(own: SplitProgram) -> None:
+    """A multiplying warpgroup: computes its classes of the program's tiles."""
+    ring, tiles = own.ring, own.kernel.tiles
+    arrive_at_all(ring.empty, STAGES)
+    options: dict[str, Any] = {"transposed": tiles.vocab_axis == 1, "interpret": own.kernel.interpret}
+
+    def tile(number: Any, before: Any) -> None:
+        row, first_class = tiles.place_of(number)
+        first_class = first_class + own.warpgroup * HALF
+        loaded = load_numbers(own, row, first_class)
+
+        def step(s: Any, acc: Array) -> Array:
+            slot = slot_of(before + s)
+            plgpu.barrier_wait(ring.full.at[slot])
+            acc = add_split(acc, ring.w.at[slot, own.warpgroup], ring.x.at[slot], **options)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(ring.empty.at[slot])
+            return acc
+
+        zeros = plgpu.layout_cast(jnp.zeros((HALF, SPLIT_ROWS), jnp.float32), ACCUMULATOR)
+        raw = plgpu.layout_cast(lax.fori_loop(0, own.steps, step, zeros), plgpu.Layout.WGMMA)
+
+        @when(first_class < tiles.stored)
+        def _finish() -> None:
+            finish(own, raw, loaded)
+
+    own.over_tiles(tile)
+    if own.buffer is not None:
+        plgpu.wait_smem_to_gmem(0)
+
+
 def split_exponentials_kernel(kernel: SplitKernel, x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
     """Computes tiles of logits of a float32 head and writes scaled exponentials and the numbers of their rows."""
     refs = dict(zip(kernel.names, rest, strict=False))
@@ -407,7 +407,11 @@ def split_exponentials_kernel(kernel: SplitKernel, x_ref: Any, w_ref: Any, scala
     own = SplitProgram(
         kernel, program, warpgroup, scalar_ref[0], scalar_ref[1], refs, ring, scratch.at[own_warpgroup], buffer
     )
-    as_roles(lax.axis_index("warpgroup"), partial(load_steps, own, x_ref, w_ref), partial(exponentials_warpgroup, own))
+    as_roles(
+        lax.axis_index("warpgroup"),
+        partial(load_split_tiles, own, x_ref, w_ref),
+        partial(split_exponentials_warpgroup, own),
+    )
 
 
 @partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics", "piece"))
