@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core_triton import row_math, tile_config
+from core_triton import row_math
 from core_triton.first_chunk import Stores
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
@@ -114,23 +114,22 @@ def _blocks(problem: Problem, *, repair: bool = False, splits: bool = False, cro
     assert tile is not None
     block_n = tile.block_n // 2 if repair else tile.block_n
     block_d = tile.block_d // 2 if splits else tile.block_d
-    block_v = tile_config.CLASS_BLOCK if plan.splits_in_place else tile.block_v  # whole class blocks
     num_warps = 8 if crowded and plan.pointers else tile.num_warps
     constexprs = {
         "BLOCK_N": block_n,
-        "BLOCK_V": block_v,
+        "BLOCK_V": tile.block_v,
         "BLOCK_D": block_d,
         "num_warps": num_warps,
         "num_stages": tile.num_stages,
         **({"SPLITS": True} if splits else {}),
-        **({"CLASS_BLOCK": tile.block_v} if plan.splits_in_place else {}),
+        **({"CLASS_BLOCK": plan.class_block} if plan.splits_in_place else {}),
         **({"maxnreg": 255} if repair else {}),
         **({"arch": plan.arch} if plan.arch else {}),
     }
     return TileBlocks(
         (block_n, block_d),
-        (block_v, block_d),
-        (block_n, block_v),
+        (tile.block_v, block_d),
+        (block_n, tile.block_v),
         constexprs,
         pointers=plan.pointers,
         programs=8 // num_warps if plan.pointers else 1,  # 8 warps of up to 255 registers fit

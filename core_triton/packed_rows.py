@@ -74,7 +74,7 @@ def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None) -> Pa
     half = plan.tile.block_n // 2
     if plan.hopper and not plan.casts_head and rows >= min(half, len(target)):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
-        class_blocks = cdiv(problem.classes, plan.tile.block_v)
+        class_blocks = cdiv(problem.classes, plan.class_block)
         hit = count.new_empty(cdiv(cdiv(len(target), rows) * half_tiles(problem, rows) + class_blocks, 4))
     found = PackedRows(
         torch.empty_like(target),
@@ -114,9 +114,9 @@ def pack_rows(problem: Problem, *, statistics: int, scales: Tensor | None) -> Pa
 
 def half_tiles(problem: Problem, rows: int) -> int:
     """Returns how many half tiles of logits a chunk of rows has, on a Hopper."""
-    tile = plan_of(problem).tile
-    assert tile is not None
-    return cdiv(rows, tile.block_n // 2) * cdiv(problem.classes, tile.block_v)
+    plan = plan_of(problem)
+    assert plan.tile is not None
+    return cdiv(rows, plan.tile.block_n // 2) * cdiv(problem.classes, plan.class_block)
 
 
 def pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor | None, *, places: bool = True) -> None:
@@ -138,7 +138,8 @@ def pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor 
         hit=rows.hit if places else None,
         hit_first=start // config.rows * half_tiles(problem, config.rows),
         chunk_rows=config.rows if start < len(rows.order) - config.first_rows else config.first_rows,
-        tile=plan.tile,
+        half=plan.tile.block_n // 2,
+        class_block=plan.class_block,
     )
     if rows.float16 is not None and result is not None:
         float16.place(

@@ -193,6 +193,12 @@ class ExecutionPlan:
         return self.chunks
 
     @property
+    def class_block(self) -> int:
+        """Classes that share a number for each row in what the kernels of the logits write."""
+        assert self.tile is not None
+        return tile_config.SPLIT_CLASS_BLOCK if self.splits_in_place else self.tile.block_v
+
+    @property
     def keeps_logits(self) -> bool:
         """Whether the logits of a chunk, or their exponentials, stay in memory until its gradients are computed."""
         return self.path == "scaled_exp" or self.chunk_config.keeps_logits
@@ -371,8 +377,6 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
     readable = w.tma_compatible(pointers=pointers)
     splits_in_place = key.splits_head and readable and hopper and scaled_exp
     tile = tile_config.choose_tile(capability, hidden * (1 + key.splits_head))
-    if splits_in_place:
-        tile = replace(tile, block_v=tile_config.SPLIT_CLASS_BLOCK)
     width = hidden * (1 + (key.splits_head and not splits_in_place))  # of the operands of the logits
     casts_head = (w.dtype != x.dtype and not splits_in_place) or not readable
     of_kernels: dict[str, Any] = {"hopper": hopper, "pointers": pointers, "arch": arch, "tile": tile}
@@ -437,7 +441,7 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
                 d_weight_itemsize=4 if d_weight_kernel and float32_d_weight else 2,
                 parts=1 + key.splits_head,
                 adds_in_l2=d_weight_kernel and hopper,
-                block_v=tile_config.CLASS_BLOCK if splits_in_place else tile.block_v,
+                block_v=tile.block_v,
                 # Two programs of a multiprocessor share its matrix units, so for 8.x their tiles count one by one.
                 class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
                 row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
@@ -452,8 +456,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             hidden=padded_hidden,
             classes=key.classes,
             itemsize=x.itemsize,
-            block_v=tile_config.CLASS_BLOCK if splits_in_place else tile.block_v,
-            class_block=tile.block_v,
+            block_v=tile.block_v,
+            class_block=tile_config.SPLIT_CLASS_BLOCK if splits_in_place else tile.block_v,
             stores=needs_grad,
             saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             d_input=key.d_input,

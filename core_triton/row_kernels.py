@@ -12,7 +12,6 @@ from core_triton import row_math
 from core_triton.kernels import LOG2_E, slope, tanh
 from core_triton.launch import At, cdiv, column_block, device_info, launch, on_device
 from core_triton.problem import Gradients, Problem
-from core_triton.tile_config import TileConfig
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -250,7 +249,8 @@ def pick(
     hit: Tensor | None,
     hit_first: int,
     chunk_rows: int,
-    tile: TileConfig,
+    half: int,
+    class_block: int,
 ) -> None:
     """Launches `pick_kernel` for n packed rows, which go to rows (n, >= D) if that is not None."""
     x, w, spec = problem.input, problem.linear_weight, problem.spec
@@ -280,8 +280,8 @@ def pick(
         HAS_BIAS=problem.linear_bias is not None,
         HAS_SOFTCAP=spec.softcap is not None,
         BLOCK_D=column_block(x.shape[1]),
-        HALF=tile.block_n // 2,
-        BLOCK_V=tile.block_v,
+        HALF=half,
+        BLOCK_V=class_block,
         num_warps=4,
     )
 

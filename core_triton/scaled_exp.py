@@ -251,7 +251,7 @@ class ScaledExpCall:
         self.statistics = statistics | SHIFTS if self.fits_float16 else statistics
         self.by_row = statistics & BY_ROW != 0
         # The classes of a class block: a vocabulary chunk has fewer classes than a tile, or whole tiles.
-        self.block_width = min(self.config.head_rows, plan.tile.block_v)
+        self.block_width = min(self.config.head_rows, plan.class_block)
         self._make_gradients(d_input)
         self.rows = pack_rows(self.problem, statistics=self.statistics, scales=scales)
         self.exchange = self._make_exchange()
@@ -437,8 +437,8 @@ class ScaledExpCall:
                 "e": Stores(None) if chunk.e is None else chunk.e.stores(vocab_chunk),
             }
 
-        vocab_chunks, block_v = problem.vocab_chunks(config.head_rows), plan.tile.block_v
-        blocks = [cdiv(vocab_chunk.stop - vocab_chunk.start, block_v) for vocab_chunk in vocab_chunks]
+        vocab_chunks = problem.vocab_chunks(config.head_rows)
+        blocks = [cdiv(vocab_chunk.stop - vocab_chunk.start, plan.class_block) for vocab_chunk in vocab_chunks]
         parts = list(map(options_of, vocab_chunks, accumulate(blocks, initial=0)))
         chunk.class_blocks = sum(blocks)
         for vocab_chunk, options in parts:
@@ -457,7 +457,7 @@ class ScaledExpCall:
             del head
         if self.by_row:
             row_statistics.keep_rows(n, chunk.class_blocks, sums=At(self.scratch, 0), top=At(rows.top, start))
-        whole_blocks = config.head_rows >= problem.classes or config.head_rows % block_v == 0
+        whole_blocks = config.head_rows >= problem.classes or config.head_rows % plan.class_block == 0
         reads = plan.reads_split_head and whole_blocks  # no copies, so no vocabulary chunks
         self._repair(chunk, [options_of(slice(0, problem.classes), 0)] if reads else parts, reads=reads)
 

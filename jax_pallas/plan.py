@@ -158,7 +158,7 @@ class ExecutionPlan:
     def class_block(self) -> int:
         """Classes that share a number for each row in what the kernel of the logits writes."""
         assert self.tile is not None
-        return tile_config.SPLIT_BLOCK if self.splits_in_place else self.tile.block_v
+        return tile_config.SPLIT_CLASS_BLOCK if self.splits_in_place else self.tile.block_v
 
     @property
     def keeps_logits(self) -> bool:

@@ -86,7 +86,7 @@ def choose_tile(*, hopper: bool) -> TileConfig:
 
 
 # The tile of the Hopper kernel that splits a float32 head in registers. Its sums are those of each warpgroup's classes.
-SPLIT_TILE, SPLIT_BLOCK = TileConfig(SPLIT_ROWS, SPLIT_CLASSES), SPLIT_CLASSES // 2
+SPLIT_TILE, SPLIT_CLASS_BLOCK = TileConfig(SPLIT_ROWS, SPLIT_CLASSES), SPLIT_CLASSES // 2
 
 
 @dataclass(frozen=True)
@@ -418,7 +418,7 @@ def choose_scaled_exp(
     in_workspace = stores and not saves
     copied_parts = 0 if splits_in_place else head_parts
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * (copied_parts > 0))
-    blocks, again = cdiv(classes, SPLIT_BLOCK if splits_in_place else block_v), cdiv(classes, REPAIR_TILE.block_v)
+    blocks, again = cdiv(classes, SPLIT_CLASS_BLOCK if splits_in_place else block_v), cdiv(classes, REPAIR_TILE.block_v)
     row_block = SPLIT_ROWS if splits_in_place else ROW_BLOCK
 
     @cache

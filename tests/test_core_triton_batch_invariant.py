@@ -37,9 +37,9 @@ def order_of_sums(plan: ExecutionPlan, classes: int) -> tuple[Any, ...]:
     config = plan.scaled_exp_config
     assert plan.tile is not None
     blocks = {
-        (start + first, min(start + config.head_rows, classes, start + first + plan.tile.block_v))
+        (start + first, min(start + config.head_rows, classes, start + first + plan.class_block))
         for start in range(0, classes, config.head_rows)
-        for first in range(0, min(config.head_rows, classes - start), plan.tile.block_v)
+        for first in range(0, min(config.head_rows, classes - start), plan.class_block)
     }
     d_input = plan.d_input_tiling, config.d_input_rows, config.splits_tiles
     computes = any(name.startswith("d_input") for name in plan.matmuls)

@@ -25,7 +25,7 @@ from jax_pallas.tile_config import (
     FIRST_CHUNK_PIECE,
     HALF,
     ROW_BLOCK,
-    SPLIT_BLOCK,
+    SPLIT_CLASS_BLOCK,
     ScaledExpConfig,
     cdiv,
     first_chunk_pieces,
@@ -110,7 +110,7 @@ def test_exponentials(splits_head: str | None, monkeypatch: pytest.MonkeyPatch) 
     memory = jnp.full((V, D), 7, jnp.bfloat16)
     target = CLASSES - 1 - jnp.arange(N, dtype=jnp.int32) % 12  # in the last class block, which padding follows
     options: dict[str, Any] = {"vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "stores": True, "statistics": 0}
-    block = SPLIT_BLOCK if splits_head == "in place" else CLASS_BLOCK
+    block = SPLIT_CLASS_BLOCK if splits_head == "in place" else CLASS_BLOCK
     places = jax.jit(hopper_logits.chunk_places, static_argnums=(1, 2, 3, 4))(target, CLASSES, N, 1, block)[0]
     shared: dict[str, Any] = {**options, "rows": N, "classes": CLASSES, "interpret": True}
     values = None, jnp.zeros(N), target, places, 0

@@ -16,7 +16,7 @@ from jax_pallas.hopper_split_logits import split_exponentials
 from jax_pallas.launch import hopper_limits
 from jax_pallas.problem import halves
 from jax_pallas.row_math import first_of_largest
-from jax_pallas.tile_config import HALF, SPLIT_BLOCK, cdiv, padded
+from jax_pallas.tile_config import HALF, SPLIT_CLASS_BLOCK, cdiv, padded
 from linear_ce.statistics import ENTROPY, OF_LOGITS
 
 FLOAT32 = 2e-6  # relative to the largest value, for sums of a few hundred float32 terms in another order
@@ -146,7 +146,7 @@ def run_exponentials(
     options = {"stores": True, "statistics": OF_LOGITS, **options}
     bias = drawn["bias"] if call.bias else None
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
-    block = SPLIT_BLOCK if launcher is split_exponentials else hopper_common.BLOCK_V
+    block = SPLIT_CLASS_BLOCK if launcher is split_exponentials else hopper_common.BLOCK_V
     chunk_places = jax.jit(hopper_logits.chunk_places, static_argnums=(1, 2, 3, 4))
     places = chunk_places(target, call.classes, call.rows, 1, block)[0]
     found = (launcher or hopper_logits.exponentials)(
