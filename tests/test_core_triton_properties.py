@@ -55,7 +55,7 @@ def run(case: Case, tensors: Mapping[str, Tensor], budget: int) -> dict[str, np.
     return {name: found[name].detach().float().numpy() for name in outputs_of(case)}
 
 
-EXAMPLES = pytest.mark.parametrize("examples", [80, pytest.param(200, marks=pytest.mark.slow)])
+EXAMPLES = pytest.mark.parametrize("examples", [25, pytest.param(200, marks=pytest.mark.slow)])
 
 
 @EXAMPLES

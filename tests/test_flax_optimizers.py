@@ -251,12 +251,14 @@ def test_muons_updates_are_as_large_as_adamws():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_gradients_are_clipped_by_their_float32_norm(dtype):
-    gradient = {str(i): jnp.full(8, 16.0, dtype) for i in range(400)}
-    norm = 16 * math.sqrt(8 * len(gradient))  # its square is outside float16
+    # The square of the norm is outside float16. The first array's is so large that bfloat16 would not add the others'.
+    gradient = {"first": jnp.full(8, 256.0, dtype), **{f"other {i}": jnp.full(8, 16.0, dtype) for i in range(12)}}
+    norm = 16 * math.sqrt(8 * (16**2 + 12))
     np.testing.assert_allclose(gradient_norm(gradient), norm, rtol=1e-6)
     optimizer = make_optimizer(dataclasses.replace(CONFIG, clip_norm=1.0))
-    _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
-    average = optax.tree.get(state, "mu")["0"]
+    update = jax.jit(lambda gradient: optimizer.update(gradient, optimizer.init(gradient), gradient))
+    _, state = update(gradient)
+    average = optax.tree.get(state, "mu")["other 0"]
     np.testing.assert_allclose(np.asarray(average, np.float32), (1 - CONFIG.beta1) * 16 / norm, rtol=1e-2)
 
 

@@ -320,16 +320,17 @@ def check_token_errors() -> None:
     raises("token_axis_names must name axes of the mesh of a jax.shard_map around the call, got 'data'", call)
     raises("token_axis_names must name axes", jax.jit(call))
     body = partial(call, token_axis_names=("data", "hosts"))
-    raises("got 'hosts', which is none", of_tokens(body, P(), mesh))
+    raises("got 'hosts', which is none", jax.jit(of_tokens(body, P(), mesh)))
     unchecked = jax.shard_map(call, mesh=mesh, in_specs=(data, P(), data, P()), out_specs=P(), check_vma=False)
-    raises("token_axis_names needs jax.shard_map with check_vma=True", unchecked)
+    raises("token_axis_names needs jax.shard_map with check_vma=True", jax.jit(unchecked))
     same = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P())
-    raises("input must vary over the axis 'data' of token_axis_names", same)
+    raises("input must vary over the axis 'data' of token_axis_names", jax.jit(same))
 
     def own_count(x: Array, w: Array, y: Array, b: Array) -> Array:
         return call(x, w, y, b, normalizer=(y != 3).sum())
 
-    raises("normalizer must not vary over the axis 'data' of token_axis_names", of_tokens(own_count, P(), mesh))
+    body = jax.jit(of_tokens(own_count, P(), mesh))
+    raises("normalizer must not vary over the axis 'data' of token_axis_names", body)
     raises("token_axis_names must be a name of an axis, names or None", partial(call, token_axis_names=3), TypeError)
     raises("replicated must be a bool", partial(call, replicated=1), TypeError)
 

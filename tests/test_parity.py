@@ -88,7 +88,8 @@ def test_row_errors_are_relative_to_the_norm_of_each_row() -> None:
 # Comparison.
 
 
-@pytest.mark.parametrize("case", quick_parameters(common_names()))
+# A third of the cases that other tests run, with every option.
+@pytest.mark.parametrize("case", quick_parameters(frozenset(sorted(common_names())[::3])))
 def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     arrays = make_arrays(case)
     rng = np.random.default_rng(0)
