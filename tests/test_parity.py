@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from assertions import expected_of
-from quick_cases import common_names, pairwise_names, quick_parameters
+from quick_cases import common_names, pairwise_names, quick_parameters, token_loss_names
 from token_loss_problem import counted_chunks
 from torch import Tensor
 
@@ -88,8 +88,11 @@ def test_row_errors_are_relative_to_the_norm_of_each_row() -> None:
 # Comparison.
 
 
-# A third of the cases that other tests run, with every option.
-@pytest.mark.parametrize("case", quick_parameters(frozenset(sorted(common_names())[::3])))
+# Every option, every pair of options of the tables, and a third of the other cases that tests run.
+REORDERED = pairwise_names() | token_loss_names() | frozenset(sorted(common_names())[::3])
+
+
+@pytest.mark.parametrize("case", quick_parameters(REORDERED))
 def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     arrays = make_arrays(case)
     rng = np.random.default_rng(0)
