@@ -705,7 +705,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_compiled_calls_of_a_batch[token_losses]",
         "test_calls_have_the_programs_that_they_have_by_default[options-float16]",
         "test_calls_have_the_programs_that_they_have_by_default[softcap-bfloat16]",
-        "test_calls_have_the_programs_that_they_have_by_default[statistics-bfloat16]",
         "test_calls_have_the_programs_that_they_have_by_default[token_losses-bfloat16]",
     ),
     "test_core_triton_memory.py": (
