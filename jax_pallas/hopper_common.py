@@ -182,6 +182,18 @@ def clear_after(w: Any, kept: Any, layout: plgpu.Layout = plgpu.Layout.WGMMA) ->
     plgpu.commit_smem()
 
 
+def put(place: Any, values: Array) -> None:
+    """Stores values in device memory. A row of them may end within a cache line.
+
+    From JAX 0.12 on, `ref[...] = values` refuses that. Earlier versions do not, and have no `plgpu.store`.
+    """
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        place[...] = values
+    else:
+        store(place, values, optimized=False)
+
+
 def zero_piece() -> Array:
     return plgpu.layout_cast(jnp.zeros((HALF, PIECE), jnp.float32), plgpu.Layout.WGMMA)
 

@@ -454,6 +454,19 @@ def test_d_input_sums_of_a_float32_head(
     assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
+# The sums are stored 8, 16, 32 or 64 rows at a time, and 32 of a float32 head at most.
+@pytest.mark.parametrize("tile_rows", [248, 240, 224, 192])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_d_input_sums_of_any_tile_lower(dtype: Any, tile_rows: int) -> None:
+    """From JAX 0.12 on, Mosaic refuses some stores to device memory. The interpreter does not."""
+    rows, classes = 2 * tile_rows, 2 * STEP
+    arrays = jax.ShapeDtypeStruct((rows, classes), jnp.bfloat16), jax.ShapeDtypeStruct((classes, 128), dtype)
+    schedule = SplitKSchedule(tile_rows, 0, 2, 2, 2, 2, 0)
+    sums = partial(d_input_sums, rows=rows, classes=classes, vocab_axis=0, schedule=schedule)
+    program = jax.jit(sums).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("@mosaic_gpu_v2(") == 2
+
+
 # How programs divide d_input's tiles.
 
 
