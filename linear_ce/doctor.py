@@ -155,6 +155,9 @@ def jax_package() -> Package:
     about += f"{'s, the first' if len(devices) > 1 else ''}: {devices[0].device_kind} ({devices[0].platform})"
     if on_cpu and version_of("jax-cuda13-plugin") is None:
         about += '; on NVIDIA GPUs install "linear-ce[jax,cuda]"'
+    if getattr(devices[0], "compute_capability", None) == "9.0" and jax.__version_info__ >= (0, 12):
+        about += "\n  the kernels spill registers with JAX 0.12, which takes time: "
+        about += 'they are tested with JAX 0.11, which "linear-ce[jax,cuda]" installs'
 
     def explain() -> Any:
         n, d, v = SHAPE

@@ -52,6 +52,26 @@ def test_a_version_of_triton_that_takes_longer_is_reported(direct: bool, monkeyp
     assert direct or more[0].endswith(": ours is tested with Triton 3.6.x")
 
 
+@pytest.mark.parametrize(
+    ("kind", "capability", "version", "spills"),
+    [
+        ("NVIDIA H200", "9.0", (0, 12, 0, 1), True),
+        ("NVIDIA H200", "9.0", (0, 11, 2), False),
+        ("NVIDIA A100", "8.0", (0, 12, 0, 1), False),
+    ],
+)
+def test_a_version_of_jax_whose_kernels_spill_is_reported(
+    kind: str, capability: str, version: tuple[int, ...], spills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(jax, "__version_info__", version)
+    _, about, *more = doctor.jax_package().about.splitlines()
+    assert about == f"  1 device: {kind} (gpu)"
+    assert len(more) == spills
+    assert not spills or more[0].startswith("  the kernels spill registers with JAX 0.12, which takes time: ")
+
+
 @pytest.mark.parametrize("device", ["a100", "h100", "rtx4090"])
 def test_the_check_runs_the_kernels_of_the_plan(device: str) -> None:
     plans = []
