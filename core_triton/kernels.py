@@ -147,8 +147,8 @@ def launch_tiles(
     switches: dict[str, bool],
     blocks: TileBlocks,
 ) -> None:
-    """Launches a kernel of this file, `hopper_logits.py` or `ampere_logits.py` on the rows x (n, D) and the vocabulary
-    chunk w (v, D) of the head.
+    """Launches a kernel of logits, of this file or another, on the rows x (n, D) and the vocabulary chunk w (v, D) of
+    the head.
 
     Args:
         result: the matrices that the kernel writes, if any: (n, v), or as `first_chunk.Stores` has them.

@@ -194,7 +194,7 @@ class ExecutionPlan:
 
     @property
     def class_block(self) -> int:
-        """Classes that share a number for each row in what the kernels of the logits write."""
+        """Classes of a class block, of which the kernels of the logits write one number for each row."""
         assert self.tile is not None
         return tile_config.SPLIT_CLASS_BLOCK if self.splits_in_place else self.tile.block_v
 

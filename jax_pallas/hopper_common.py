@@ -182,8 +182,8 @@ def clear_after(w: Any, kept: Any, layout: plgpu.Layout = plgpu.Layout.WGMMA) ->
     plgpu.commit_smem()
 
 
-def put(place: Any, values: Array) -> None:
-    """Stores values in device memory. A row of them may end within a cache line.
+def store_part_lines(place: Any, values: Array) -> None:
+    """Stores values in device memory. Their rows need not fill whole cache lines.
 
     From JAX 0.12 on, `ref[...] = values` refuses that. Earlier versions do not, and have no `plgpu.store`.
     """

@@ -56,7 +56,8 @@ PIECES = SPLIT_ROWS // HALF  # of a tile's rows, which an epilogue processes one
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTiles(Tiles):
-    """The transposed tiles of the logits of a call. Those of `stored` classes are stored, zeros past the last."""
+    """The tiles of the logits of a call, transposed. Exponentials of `stored` classes are stored, zeros past the last
+    class."""
 
     ROWS = SPLIT_ROWS
     CLASSES = SPLIT_CLASSES
@@ -65,6 +66,7 @@ class SplitTiles(Tiles):
 
     @property
     def class_blocks(self) -> int:
+        """Tiles beside each other. A tile has two class blocks of the results."""
         return cdiv(self.stored, self.CLASSES)
 
     @property

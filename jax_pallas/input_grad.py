@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_pallas import hopper_common
-from jax_pallas.hopper_common import COLUMN, ROW, put, views
+from jax_pallas.hopper_common import COLUMN, ROW, store_part_lines, views
 from jax_pallas.tile_config import HALF, SplitKSchedule
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def finish(io: DInputIO | SumsIO, sums: Array, row: Any, d: Any) -> None:
     """
     warpgroup, rows = lax.axis_index("warpgroup"), sums.shape[1]
     if isinstance(io, SumsIO):
-        put(io.sums_ref.at[pl.ds(d, HALF), pl.ds(row, rows)], sums)
+        store_part_lines(io.sums_ref.at[pl.ds(d, HALF), pl.ds(row, rows)], sums)
         return
     moved, buffer = (view.at[warpgroup] for view in (io.moved, io.buffers))
     place = io.held_ref.at[pl.ds(io.start + row, rows), pl.ds(d, HALF)]

@@ -156,7 +156,7 @@ class ExecutionPlan:
 
     @property
     def class_block(self) -> int:
-        """Classes that share a number for each row in what the kernel of the logits writes."""
+        """Classes of a class block, of which the kernel of the logits writes one number for each row."""
         assert self.tile is not None
         return tile_config.SPLIT_CLASS_BLOCK if self.splits_in_place else self.tile.block_v
 

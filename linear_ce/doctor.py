@@ -155,9 +155,9 @@ def jax_package() -> Package:
     about += f"{'s, the first' if len(devices) > 1 else ''}: {devices[0].device_kind} ({devices[0].platform})"
     if on_cpu and version_of("jax-cuda13-plugin") is None:
         about += '; on NVIDIA GPUs install "linear-ce[jax,cuda]"'
-    if getattr(devices[0], "compute_capability", None) == "9.0" and jax.__version_info__ >= (0, 12):
-        about += "\n  the kernels spill registers with JAX 0.12, which takes time: "
-        about += 'they are tested with JAX 0.11, which "linear-ce[jax,cuda]" installs'
+    if getattr(devices[0], "compute_capability", None) == "9.0" and (0, 12) <= jax.__version_info__ < (0, 13):
+        about += "\n  with JAX 0.12 the kernels may spill registers, which makes them slower: "
+        about += '"linear-ce[jax,cuda]" installs JAX 0.11'
 
     def explain() -> Any:
         n, d, v = SHAPE

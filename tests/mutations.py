@@ -187,6 +187,16 @@ TRITON_KERNELS = (
         "-(-head_rows // block_v) -",
         tests("core_triton_head_precision", "in_place"),
     ),
+    *(
+        Mutation(f"core_triton/{file}.py", old, new, tests("core_triton_first_chunk", "class_blocks_of_the_plan"))
+        for file, old, new in (
+            ("packed_rows", "class_blocks = cdiv(problem.classes, plan.class_block)", "class_blocks = 0"),
+            ("packed_rows", "* cdiv(problem.classes, plan.class_block)", "* cdiv(problem.classes, plan.tile.block_v)"),
+            ("packed_rows", "class_block=plan.class_block", "class_block=plan.tile.block_v"),
+            ("scaled_exp", "head_rows, plan.class_block)", "head_rows, plan.tile.block_v)"),
+            ("scaled_exp", "vocab_chunk.start, plan.class_block)", "vocab_chunk.start, plan.tile.block_v)"),
+        )
+    ),
     Mutation("core_triton/hopper_split_head.py", "exact - high.to(gl.float32)", "exact - exact", INPUT_GRAD),
     Mutation(
         "core_triton/hopper_split_head.py", "of_other = other.slice(i * PIECE", "of_other = other.slice(0", INPUT_GRAD
@@ -1874,6 +1884,7 @@ SCALE_OUT = (
 
 DOCTOR = (
     Mutation("linear_ce/doctor.py", "if not launch.is_direct():", "if False:", tests("doctor", "takes_longer")),
+    Mutation("linear_ce/doctor.py", "(0, 12) <= jax", "(0, 11) <= jax", tests("doctor", "may_spill")),
     Mutation("linear_ce/doctor.py", "= 300, 128, 1088, 0", "= 300, 128, 1003, 0", tests("doctor", "kernels_of_the")),
 )
 HOSTS = tests("hosts_transformers", "not report")

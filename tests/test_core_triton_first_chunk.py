@@ -27,13 +27,13 @@ from core_triton import (
 )
 from core_triton.first_chunk import StoredExponentials, Stores
 from core_triton.kernels import Active
-from core_triton.launch import At
+from core_triton.launch import At, cdiv
 from core_triton.plan import DeviceInfo, PlanKey, make_plan
 from core_triton.problem import NeedsGrad, Problem, layout_of
 from core_triton.scaled_exp import scaled_exp
 from core_triton.tile_config import CLASS_BLOCK, ROW_BLOCK
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import OF_LOGITS, SHIFTS
+from linear_ce.statistics import ARGMAX, MAX, OF_LOGITS, SHIFTS
 
 MODULES = (hopper_common, hopper_logits, gluon_common)
 AMPERE_MODULES = (ampere_common, ampere_logits, gluon_common, hopper_logits, kernels)
@@ -257,3 +257,26 @@ def test_all_pieces_take_one_launch_of_each_kernel_but_d_weight(splits: bool, dt
     assert not counts["align_kernel"]
     assert not counts["copy_head_kernel"]
     assert (counts["exponentials_kernel"] == 1) != splits
+
+
+@pytest.mark.parametrize(("splits", "class_block"), [(False, 256), (True, 128)])
+def test_all_kernels_have_the_class_blocks_of_the_plan(splits: bool, class_block: int) -> None:
+    """The kernels of the exponentials of a split head sum over half of the classes of other tiles."""
+    n, v, seen, names = 1000, 5000, dict[str, dict[str, Any]](), ("BLOCK_V", "HALF", "class_blocks", "block_width")
+
+    def watch(launch: Launch, grid: tuple[int, ...], values: dict[str, Any]) -> None:
+        found = values | dict(launch.constexprs)
+        seen[launch.kernel.__name__] = {name: found[name] for name in names if name in found}
+        if (hit := values.get("hit_ptr")) is not None:
+            seen[launch.kernel.__name__]["hit"] = hit.nbytes
+
+    with fake_gpu(90, "NVIDIA H100", watch):
+        problem = problem_of(n, 512, v, "cuda", 2**28, splits=splits)
+        assert ops.plan_of(problem).class_block == class_block
+        scaled_exp(problem, NeedsGrad(True, True, False), statistics=MAX | ARGMAX)
+    class_blocks = cdiv(v, class_block)
+    hit = 4 * cdiv(cdiv(n, 64) * class_blocks + class_blocks, 4)  # one byte for each half tile, and one more row
+    assert seen["pick_kernel"] == {"BLOCK_V": class_block, "HALF": 64, "hit": hit}
+    assert seen["finish_rows_kernel"] == {"class_blocks": class_blocks}
+    assert seen["finish_statistics_kernel"] == {"class_blocks": class_blocks, "block_width": class_block}
+    assert not splits or seen["repair_kernel"]["BLOCK_V"] == 256

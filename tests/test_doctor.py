@@ -60,7 +60,7 @@ def test_a_version_of_triton_that_takes_longer_is_reported(direct: bool, monkeyp
         ("NVIDIA A100", "8.0", (0, 12, 0, 1), False),
     ],
 )
-def test_a_version_of_jax_whose_kernels_spill_is_reported(
+def test_a_version_of_jax_whose_kernels_may_spill_is_reported(
     kind: str, capability: str, version: tuple[int, ...], spills: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
@@ -69,7 +69,7 @@ def test_a_version_of_jax_whose_kernels_spill_is_reported(
     _, about, *more = doctor.jax_package().about.splitlines()
     assert about == f"  1 device: {kind} (gpu)"
     assert len(more) == spills
-    assert not spills or more[0].startswith("  the kernels spill registers with JAX 0.12, which takes time: ")
+    assert not spills or more[0].endswith(': "linear-ce[jax,cuda]" installs JAX 0.11')
 
 
 @pytest.mark.parametrize("device", ["a100", "h100", "rtx4090"])

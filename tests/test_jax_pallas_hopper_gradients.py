@@ -458,7 +458,7 @@ def test_d_input_sums_of_a_float32_head(
 @pytest.mark.parametrize("tile_rows", [248, 240, 224, 192])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_d_input_sums_of_any_tile_lower(dtype: Any, tile_rows: int) -> None:
-    """From JAX 0.12 on, Mosaic refuses some stores to device memory. The interpreter does not."""
+    """From JAX 0.12 on, Mosaic refuses some stores to device memory. Neither JAX 0.11 nor the interpreter does."""
     rows, classes = 2 * tile_rows, 2 * STEP
     arrays = jax.ShapeDtypeStruct((rows, classes), jnp.bfloat16), jax.ShapeDtypeStruct((classes, 128), dtype)
     schedule = SplitKSchedule(tile_rows, 0, 2, 2, 2, 2, 0)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from assertions import expected_of
-from quick_cases import common_names, pairwise_names, quick_parameters, token_loss_names
+from quick_cases import QUICK_SHARP, common_names, pairwise_names, quick_parameters, token_loss_names
 from token_loss_problem import counted_chunks
 from torch import Tensor
 
@@ -88,8 +88,10 @@ def test_row_errors_are_relative_to_the_norm_of_each_row() -> None:
 # Comparison.
 
 
-# Every option, every pair of options of the tables, and a third of the other cases that tests run.
-REORDERED = pairwise_names() | token_loss_names() | frozenset(sorted(common_names())[::3])
+# Every pair of options of the tables, every value of those of token losses, sharp and large logits, split heads, and
+# every third of the common cases.
+HARD = frozenset(name for name in common_names() if "head_split" in name or "logits80" in name)
+REORDERED = pairwise_names() | token_loss_names() | QUICK_SHARP | HARD | frozenset(sorted(common_names())[::3])
 
 
 @pytest.mark.parametrize("case", quick_parameters(REORDERED))
