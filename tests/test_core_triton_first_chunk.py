@@ -33,7 +33,7 @@ from core_triton.problem import NeedsGrad, Problem, layout_of
 from core_triton.scaled_exp import scaled_exp
 from core_triton.tile_config import CLASS_BLOCK, ROW_BLOCK
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import ARGMAX, MAX, OF_LOGITS, SHIFTS
+from linear_ce.statistics import ARGMAX, BY_ROW, MAX, OF_LOGITS, SHIFTS
 
 MODULES = (hopper_common, hopper_logits, gluon_common)
 AMPERE_MODULES = (ampere_common, ampere_logits, gluon_common, hopper_logits, kernels)
@@ -273,10 +273,10 @@ def test_all_kernels_have_the_class_blocks_of_the_plan(splits: bool, class_block
     with fake_gpu(90, "NVIDIA H100", watch):
         problem = problem_of(n, 512, v, "cuda", 2**28, splits=splits)
         assert ops.plan_of(problem).class_block == class_block
-        scaled_exp(problem, NeedsGrad(True, True, False), statistics=MAX | ARGMAX)
+        scaled_exp(problem, NeedsGrad(True, True, False), statistics=MAX | ARGMAX | BY_ROW)
     class_blocks = cdiv(v, class_block)
     hit = 4 * cdiv(cdiv(n, 64) * class_blocks + class_blocks, 4)  # one byte for each half tile, and one more row
     assert seen["pick_kernel"] == {"BLOCK_V": class_block, "HALF": 64, "hit": hit}
-    assert seen["finish_rows_kernel"] == {"class_blocks": class_blocks}
+    assert seen["finish_rows_kernel"] == seen["keep_rows_kernel"] == {"class_blocks": class_blocks}
     assert seen["finish_statistics_kernel"] == {"class_blocks": class_blocks, "block_width": class_block}
     assert not splits or seen["repair_kernel"]["BLOCK_V"] == 256
