@@ -279,4 +279,4 @@ def test_all_kernels_have_the_class_blocks_of_the_plan(splits: bool, class_block
     assert seen["pick_kernel"] == {"BLOCK_V": class_block, "HALF": 64, "hit": hit}
     assert seen["finish_rows_kernel"] == seen["keep_rows_kernel"] == {"class_blocks": class_blocks}
     assert seen["finish_statistics_kernel"] == {"class_blocks": class_blocks, "block_width": class_block}
-    assert not splits or seen["repair_kernel"]["BLOCK_V"] == 256
+    assert seen["repair_kernel"]["BLOCK_V"] == 256
