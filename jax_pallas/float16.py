@@ -24,7 +24,6 @@ from jax_pallas import kernels
 from jax_pallas.first_chunk import FirstChunk
 from jax_pallas.problem import Problem, plan_of
 from jax_pallas.row_kernels import (
-    BLOCKS_AT_ONCE,
     FINISHED_COLUMNS,
     FIRST_FLAG,
     FIRST_OF_X,
@@ -46,6 +45,8 @@ PLACE = 12.0
 
 # A chunk's largest |rho x| is placed here: below the largest float16 number, and most numbers of other rows are normal.
 LARGEST_X = 14
+
+MEASURED_AT_ONCE = 256  # class blocks whose shifts a program of `measure_kernel` reads at a time
 
 LEAST_POWER, MOST_POWER = -110, 126  # so that the factors are normal float32 numbers
 
@@ -154,7 +155,7 @@ def measure_kernel(
     rho, again = load(rho_ref, row, mask=inside), flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
 
     def step(index: Any, most: Array) -> Array:
-        block = arange(index * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE)
+        block = arange(index * MEASURED_AT_ONCE, MEASURED_AT_ONCE)
         mask = (block < low_ref.shape[0])[:, None] & inside[None, :]
         for ref in (low_ref, high_ref) if high_ref is not None else (low_ref,):
             packed = load(ref, block[:, None], row[None, :], mask=mask).astype(jnp.int32)
@@ -162,7 +163,7 @@ def measure_kernel(
                 most = jnp.maximum(most, (packed >> (8 * i)) & 255)
         return most
 
-    none, steps = jnp.zeros((BLOCKS_AT_ONCE, SMALL_BLOCK), jnp.int32), pl.cdiv(low_ref.shape[0], BLOCKS_AT_ONCE)
+    none, steps = jnp.zeros((MEASURED_AT_ONCE, SMALL_BLOCK), jnp.int32), pl.cdiv(low_ref.shape[0], MEASURED_AT_ONCE)
     most = lax.fori_loop(0, steps, step, none).max(0).astype(jnp.float32)
     shift, scale = jnp.where(again | (rho == 0), 0.0, most), scale_ref[0]
     rho *= jnp.exp2(shift) * scale
@@ -256,7 +257,7 @@ def fit(
     operands = place, rows.flag, rho, scale[None], *shifts, rows.largest_x, rows.theta
     of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
     results, grid = (rows.theta, of_row, of_row, of_row), (pl.cdiv(size, SMALL_BLOCK),)
-    theta, shift, rho, largest = run(measure_kernel, None, operands, results, grid, in_place=1, warps=4, stages=1)
+    theta, shift, rho, largest = run(measure_kernel, None, operands, results, grid, in_place=1, warps=8, stages=1)
     rows, exponent = rows._replace(theta=theta), chunk_exponent(largest)
     operands = place, rho * power_of_two(-exponent), shift, *shifts
     of_x = x if scales_x else None

@@ -437,7 +437,8 @@ def _any_plan(key: PlanKey) -> ExecutionPlan:
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
             # Both passes have the chunks of saved rows, and the second does not know what the first computed.
-            statistics=(1 if key.stage == "saved_rows" else key.statistics) + shifts,
+            statistics=1 if key.stage == "saved_rows" else key.statistics,
+            shifts=shifts,
             block_v=tile_config.choose_tile(hopper=hopper).block_v,
             hopper=hopper,
             scratch=scratch,

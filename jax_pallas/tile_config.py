@@ -358,6 +358,7 @@ def choose_scaled_exp(
     holds: bool,
     d_bias: bool,
     statistics: int,
+    shifts: int = 0,
     block_v: int,
     hopper: bool,
     scratch: Callable[[int, int], int],
@@ -387,7 +388,8 @@ def choose_scaled_exp(
         saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         holds: the chunk's rows of the input are in the memory of d_input or of the input.
         d_bias: d_bias is computed.
-        statistics: how many numbers besides the sums a kernel writes for each row and class block.
+        statistics: how many numbers besides the sums and `shifts` a kernel writes for each row and class block.
+        shifts: the same for the shifts of exponentials: float16.
         block_v: classes of a tile of logits.
         hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
@@ -448,8 +450,9 @@ def choose_scaled_exp(
         most_rows, head_bytes = max(rows, first_rows), copied_parts * itemsize * hidden * head_rows
         padded_rows = -(-most_rows // row_block) * row_block
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
-        # statistics are read when these are there.
-        partial = (1 + statistics) * blocks + 3 * again if statistics > 1 else max((1 + statistics) * blocks, again)
+        # statistics and shifts are read when these are there, and XLA keeps a difference of them.
+        partial = (1 + statistics) * blocks + 4 * again if statistics > 1 else max((1 + statistics) * blocks, again)
+        partial += shifts * blocks
         sums = (4 * partial + TARGET_BYTES * hopper + 32 + exchanged) * padded_rows
         chunks = cdiv(tokens, rows)
         at_once = chunks if chunks <= CALL_PLACES and not first_rows else 1

@@ -254,6 +254,17 @@ def test_explain_says_that_float32_logits_are_stored() -> None:
         assert f"matmuls: logits, d_input, d_weight by {maker}" in text
 
 
+def test_shifts_of_float16_leave_memory_for_as_many_rows_as_bfloat16_has() -> None:
+    """They are read before the blocks of d_input take memory, and no repaired block has any."""
+    x, w = (jax.ShapeDtypeStruct((rows, 896), jnp.float16) for rows in (8192, 151936))
+    of_float16, of_bfloat16 = (
+        explain(x.update(dtype=dtype), w.update(dtype=dtype), device="h200").plan.chunks  # pyright: ignore[reportArgumentType]
+        for dtype in (jnp.float16, jnp.bfloat16)
+    )
+    assert of_float16.rows == of_bfloat16.rows == 1664
+    assert of_bfloat16.bytes < of_float16.bytes < of_bfloat16.bytes + 4 * 2**20
+
+
 @pytest.mark.parametrize(("tokens", "programs"), [(127, 0), (128, 132)])
 def test_few_tokens_leave_float32_matmuls_to_xla(tokens: int, programs: int) -> None:
     x, w = jax.ShapeDtypeStruct((tokens, 64), jnp.float32), jax.ShapeDtypeStruct((2_000_000, 64), jnp.float32)
