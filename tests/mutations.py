@@ -424,6 +424,13 @@ PALLAS_KERNELS = (
         "steps = (rows or len(e)) // STEP",
         tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-1"),
     ),
+    Mutation("jax_pallas/tile_config.py", "partial += shifts * blocks", "", tests("jax_pallas_plan", "shifts_of")),
+    Mutation(
+        "jax_pallas/tile_config.py",
+        "partial += shifts * blocks",
+        "partial += shifts * (blocks + 3 * again)",
+        tests("jax_pallas_plan", "shifts_of"),
+    ),
     Mutation(
         "jax_pallas/scaled_exp.py",
         "share_added_in_l2(chunk.size, plan.gpu)",
