@@ -78,7 +78,7 @@ def fastest(rows: Sequence[Recorded], shape: tuple[Any, ...], loss: str) -> Reco
 def draw_speed(rows: Sequence[Recorded], device: str, path: Path) -> None:
     """Two panels of bars, tokens a second and peak memory: a group for each shape, a bar for each loss."""
     groups = shapes(rows)
-    figure, panels = plt.subplots(2, 1, figsize=(max(7, 1.5 * len(groups)), 7), layout="constrained", sharex=True)
+    figure, panels = plt.subplots(2, 1, figsize=(max(7, 1.2 * len(groups)), 7.4), layout="constrained", sharex=True)
     for panel, key, scale, label in (
         (panels[0], "tokens_per_s", 1, "tokens/s"),
         (panels[1], "peak_bytes", 2**30, "peak memory, GiB"),
@@ -92,9 +92,9 @@ def draw_speed(rows: Sequence[Recorded], device: str, path: Path) -> None:
             panel.bar(places, list(bars.values()), 0.19, color=COLORS[loss], label=LABELS[loss], zorder=3)
         _finish(panel, label)
         panel.set_ylim(bottom=0)
-    names = [f"{config}\n{mode}, {seq:,} x {batch}" for config, mode, seq, batch in groups]
-    panels[1].set_xticks(range(len(groups)), names, fontsize=8)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(COLORS), fontsize=8)
+    names = [f"{config}\n{mode}\n{seq:,} x {batch}" for config, mode, seq, batch in groups]
+    panels[1].set_xticks(range(len(groups)), names, fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     panels[0].set_title(f"training steps, bfloat16, {device}")
     panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     save(figure, path)

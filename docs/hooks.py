@@ -89,8 +89,17 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def indented(markdown: str) -> str:
+    """Returns the text of a page whose lists are indented by four spaces, as Python-Markdown needs, in place of two."""
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(
+        part if part.startswith("```") else re.sub(r"^ +", lambda spaces: 2 * spaces[0], part, flags=re.MULTILINE)
+        for part in parts
+    )
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrites the links of a page, which are those of its source in the repository."""
+    """Indents lists, and rewrites the links of a page, which are those of its source in the repository."""
     uri = page.file.src_uri
     if uri.startswith("api/"):
         return markdown
@@ -105,7 +114,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         place = PAGES.get(target, target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}")
         return place + anchor
 
-    return LINK.sub(placed, LINK_TO_FOLDER.sub(without_folders, markdown))
+    return LINK.sub(placed, LINK_TO_FOLDER.sub(without_folders, indented(markdown)))
 
 
 def in_cell(cell: re.Match[str]) -> str:
@@ -113,6 +122,7 @@ def in_cell(cell: re.Match[str]) -> str:
     text = re.sub(r"(?<=\d) / (?=[\d-])", "&nbsp;/&nbsp;", cell[0])
     text = re.sub(r"(?<=\d) x (?=\d)", "&nbsp;x&nbsp;", text)
     text = re.sub(r"(?<=\d) (?=(?:ms|MiB|GiB|x)\b)", "&nbsp;", text)
+    text = re.sub(r"(?<=ms), (?=\d)", ",&nbsp;", text)
     return DATE.sub(lambda date: f'<span class="date">{date[0]}</span>', text)
 
 

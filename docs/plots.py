@@ -95,6 +95,7 @@ def with_menu(parts: dict[str, list[go.Scatter]], title: str, x_axis: dict[str, 
         updatemenus=[menu | {"font": {"color": "black"}}],
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
         height=580,
+        dragmode=False,  # a swipe scrolls the page
         margin={"l": 55, "r": 10, "t": 140, "b": 40},
         paper_bgcolor="rgba(0, 0, 0, 0)",
         plot_bgcolor="rgba(0, 0, 0, 0)",

@@ -100,6 +100,13 @@ def test_powers_are_code(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_blank_line_ends_a_further_paragraph_of_a_list(path: Path) -> None:
+    """Python-Markdown would show the items after it as text."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\n\n +[^\s|-].*(?:\n +[^\s-].*)*\n- .*", text) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_blocks_of_code_name_their_language(path: Path) -> None:
     """Then they are highlighted. Blocks that are only indented have no language."""
     text = path.read_text(encoding="utf-8")
