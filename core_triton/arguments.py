@@ -443,7 +443,10 @@ def _scalar(normalizer: Any, device: torch.device) -> Tensor:
         return normalizer
     if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
-    return torch.full((), check_normalizer(normalizer), dtype=torch.float32, device=device)
+    number = check_normalizer(normalizer)
+    if torch.compiler.is_compiling():  # which would compile again for each number that `full` gets
+        return number * torch.ones((), dtype=torch.float32, device=device)
+    return torch.full((), number, dtype=torch.float32, device=device)
 
 
 def class_indices(target: Tensor, ignore_index: int) -> Tensor:

@@ -128,7 +128,7 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bias: Any = given.get("linear_bias")
     # Shards that are gathered may have any sizes.
     if is_dtensor(bias) and w.ndim == 2 and bias.shape != w.shape[:1]:
-        shape = f"({w.shape[0]},) (a number for each class of linear_weight)"
+        shape = f"({w.shape[0]},) (a number for each class of linear_weight, padding included)"
         raise ValueError(f"linear_bias must have shape {shape}, got {tuple(bias.shape)}")
     if not is_dtensor(x):
         if not isinstance(x, Tensor):

@@ -630,12 +630,12 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor, with_entropy: bo
         >>> core_triton.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, torch.randn(8))
     """
     _check_is_loss(token_loss)
-    tokens = per_token[0] if per_token else torch.empty(64)
+    tokens = per_token[0] if per_token else torch.empty(64, device="cpu")
     if isinstance(tokens, Tensor) and tokens.numel() < 2:
         raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got shape {tuple(tokens.shape)}")
     flat = check_per_token(token_loss, per_token, tokens, "per_token[0]")
     with_entropy = token_hook.takes_entropy(token_loss, with_entropy)
-    number = torch.arange(1, tokens.numel() + 1, device=tokens.device)
+    number = torch.arange(1, tokens.numel() + 1, dtype=torch.float32, device=tokens.device)
     log_prob = -8.0 * torch.frac(0.618 * number)  # between 0 and -8, in no order
     arguments = [log_prob, *(one.detach().float() for one in flat)]
     if with_entropy:

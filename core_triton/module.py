@@ -33,7 +33,9 @@ class LinearCrossEntropy(nn.Module):
     ...)`.
 
     The parameters have the names and the initialization of `torch.nn.Linear(hidden_size, num_classes, bias=bias)`, so
-    the state dict of a head can be loaded unchanged. To tie the head, set `module.weight = embedding.weight`.
+    the state dict of a head can be loaded unchanged, with `strict=False` if there are class weights, which are in the
+    state dict too. To tie the head, set `module.weight = embedding.weight`. The options are attributes, as in
+    `torch.nn.CrossEntropyLoss`: after `module.label_smoothing = 0.0`, for example, calls have no label smoothing.
 
     Args:
         hidden_size: D.
@@ -58,6 +60,14 @@ class LinearCrossEntropy(nn.Module):
     """
 
     class_weight: Tensor | None
+    reduction: Reduction
+    ignore_index: int
+    label_smoothing: float
+    z_loss_weight: float
+    softcap: float | None
+    logit_scale: float
+    vocab_size: int | None
+    head_precision: HeadPrecision | None
 
     def __init__(
         self,
@@ -89,14 +99,16 @@ class LinearCrossEntropy(nn.Module):
             if check_integer(name, size) < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
-        self.spec = LossSpec(reduction, *options)
+        spec = LossSpec(reduction, *options)
         if vocab_group is None:
-            self.spec.classes(num_classes)
+            spec.classes(num_classes)
+        for name in OPTIONS:
+            setattr(self, name, getattr(spec, name))
         self.vocab_group, self.token_group, self.reduce_dtype = vocab_group, token_group, reduce_dtype
         check_memory_budget(memory_budget)
         self.memory_budget = memory_budget
         self.saved_budget = check_saved_budget(
-            saved_budget, reduction, grad_into=False, head_precision=self.spec.head_precision
+            saved_budget, reduction, grad_into=False, head_precision=spec.head_precision
         )
         if implementation is not None:
             check_choice("implementation", implementation, IMPLEMENTATIONS)
@@ -147,7 +159,7 @@ class LinearCrossEntropy(nn.Module):
     ) -> Tensor:
         """Returns the float32 loss of input (..., D) and target (...,). The other arguments are those of
         `linear_cross_entropy`."""
-        options: dict[str, Any] = {name: getattr(self.spec, name) for name in OPTIONS}
+        options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
         return linear_cross_entropy(
             input,
             self.weight,
@@ -180,6 +192,7 @@ class LinearCrossEntropy(nn.Module):
 
     def extra_repr(self) -> str:
         num_classes, hidden_size = self.weight.shape
-        changed = {name: value for name, value in vars(self.spec).items() if value != getattr(LossSpec, name)}
+        options = {name: getattr(self, name) for name in OPTIONS}
+        changed = {name: value for name, value in options.items() if value != getattr(LossSpec, name)}
         shown = "".join(f", {name}={value!r}" for name, value in changed.items())
         return f"{hidden_size}, {num_classes}, bias={self.bias is not None}{shown}"

@@ -236,11 +236,11 @@ def check_arrays(
     _check_shape("target", target, input.shape[:-1], "input without its last axis")
     if linear_bias is not None:
         _check_dtype("linear_bias", linear_bias, head_dtypes, f" (input is {input.dtype})")
-        _check_shape("linear_bias", linear_bias, (vocab,), "a number for each class of linear_weight")
+        _check_shape("linear_bias", linear_bias, (vocab,), "a number for each class of linear_weight, padding included")
     if weight is not None:
         _check_dtype("weight", weight, FLOAT_DTYPES)
         if classes is None:
-            _check_shape("weight", weight, (vocab,), "a number for each class of linear_weight")
+            _check_shape("weight", weight, (vocab,), "a number for each class of linear_weight, padding included")
         else:
             _check_shape("weight", weight, (classes,), "all classes, on every rank")
     if token_weight is not None:

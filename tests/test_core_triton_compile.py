@@ -122,6 +122,16 @@ def test_options_compile_without_graph_breaks() -> None:
     assert_compiles(function, problem())
 
 
+def test_a_number_as_normalizer_does_not_compile_again_for_each_value() -> None:
+    arrays = problem()
+    with mock.patch.dict("torch._dynamo.utils.counters", clear=True) as counters:
+        function = torch.compile(core_triton.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+        for number in (3.0, 5.0, 7.5, 11.0):
+            want = core_triton.linear_cross_entropy(**arrays, normalizer=number)
+            torch.testing.assert_close(function(**arrays, normalizer=number), want)
+        assert counters["stats"]["unique_graphs"] == 2  # one of the first number, and one of any
+
+
 def test_statistics_compile_without_graph_breaks() -> None:
     arrays = problem()
     compiled = torch.compile(core_triton.linear_cross_entropy_with_stats, fullgraph=True, backend="aot_eager")

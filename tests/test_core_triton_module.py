@@ -189,3 +189,16 @@ def test_a_head_is_pickled_with_its_options() -> None:
     again = pickle.loads(pickle.dumps(head))
     x, target = torch.randn(12, 8), torch.randint(0, 50, (12,))
     torch.testing.assert_close(again(x, target), head(x, target), rtol=0, atol=0)
+
+
+def test_the_options_of_a_head_can_be_changed() -> None:
+    head = LinearCrossEntropy(8, 50, label_smoothing=0.1, softcap=5.0)
+    x, target = torch.randn(12, 8), torch.randint(0, 50, (12,))
+    head.label_smoothing, head.softcap, head.reduction, head.ignore_index = 0.0, None, "none", 7
+    torch.testing.assert_close(
+        head(x, target), F.cross_entropy(x @ head.weight.T, target, reduction="none", ignore_index=7)
+    )
+    assert repr(head) == "LinearCrossEntropy(8, 50, bias=False, reduction='none', ignore_index=7)"
+    head.label_smoothing = 2.0
+    with pytest.raises(ValueError, match=r"label_smoothing must lie in \[0, 1\], got 2.0"):
+        head(x, target)

@@ -789,6 +789,17 @@ def test_check_token_loss_accepts_what_is_elementwise() -> None:
     core_triton.check_token_loss(lambda log_prob, a: log_prob * (0 * a).log(), torch.randn(6))  # NaN and infinities
 
 
+def test_check_token_loss_does_not_depend_on_defaults_of_pytorch() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        core_triton.check_token_loss(lambda log_prob, entropy: entropy - log_prob, with_entropy=True)
+    finally:
+        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        core_triton.check_token_loss(lambda log_prob: -log_prob)
+
+
 @pytest.mark.parametrize(
     ("token_loss", "message"),
     [

@@ -531,7 +531,7 @@ def check_vocab_errors() -> None:
     refused_call("batch_invariant=True needs the kernels, got implementation 'chunked'", batch_invariant=True)
     refused_call("vocab_size must not exceed linear_weight's 320 rows, got 321", vocab_size=321)
     refused_call(
-        r"weight must have shape \(320,\) \(a number for each class of linear_weight\), got \(80,\)",
+        r"weight must have shape \(320,\) \(a number for each class of linear_weight, padding included\), got \(80,\)",
         weight=jnp.ones(80),
     )
     refused_call("input must vary over the axis 'vocab' of token_axis_names", token_axis_names="vocab")

@@ -189,7 +189,7 @@ BAD_ARRAYS = [
     (
         {"linear_bias": ArrayInfo((10,), "bfloat16")},
         ValueError,
-        "linear_bias must have shape (11,) (a number for each class of linear_weight), got (10,)",
+        "linear_bias must have shape (11,) (a number for each class of linear_weight, padding included), got (10,)",
     ),
     (
         {"linear_bias": ArrayInfo((11,), "float16")},
@@ -199,7 +199,7 @@ BAD_ARRAYS = [
     (
         {"weight": ArrayInfo((11, 1), "float32")},
         ValueError,
-        "weight must have shape (11,) (a number for each class of linear_weight), got (11, 1)",
+        "weight must have shape (11,) (a number for each class of linear_weight, padding included), got (11, 1)",
     ),
     (
         {"weight": ArrayInfo((11,), "int64")},
